@@ -14,7 +14,7 @@ from ..core.source_lines import Frame
 from ..distribution.mesh_axes import mesh_axes, padded
 from ..distribution.operation_scope import RECORD
 from . import _scopes
-from ._traced_step import Operation, TracedStep
+from ._traced_step import StepProgram, TracedOperation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ _CONSTRAINTS = "sharding_constraint", "reshard"
 class Constraints:
     """The sharding constraints of a step."""
 
-    def __init__(self, step: TracedStep):
+    def __init__(self, step: StepProgram):
         self._by_key: dict[Any, list[Constraint]] = {}
         for op in step.operations:
             sharding = op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding"))
@@ -75,7 +75,7 @@ def _key(scope: str) -> tuple[tuple[str, ...], str, str]:
     return tuple(RECORD.findall(scope)), _scopes.phase(scope), scope.rpartition("/")[2]
 
 
-def _computing(op: Operation) -> Iterator[Operation]:
+def _computing(op: TracedOperation) -> Iterator[TracedOperation]:
     """Yield the operations that compute an array: XLA shards the results of elementwise operations alike.
 
     It goes back through elementwise operations and other constraints.

@@ -90,11 +90,6 @@ class Figures:
     """The flops of each phase: `forward`, `recomputed`, `backward`, `optimizer`, or empty for the rest."""
     narrow: bool = False
     """True if products have operands of 16 bits or less, which programs for CPUs convert to 32."""
-    widened: float = 0.0
-    """The share of the flops in products of which an operand is converted to a larger dtype, such as bfloat16 to
-    float32, since the other one has it."""
-    widened_at: str = ""
-    """The dtypes before and after, and the first of these products."""
     idle: float = 0.0
     """The share of the time in which a stage waits, by the schedule of a pipeline."""
     avoidable: tuple[AvoidableWork, ...] = ()

@@ -1,4 +1,4 @@
-"""Report on a compiled program: count what it sends and computes, and describe it with what the lowered step tells."""
+"""Report on a compiled program: count what it sends and computes, and describe it with what its trace tells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ._parameters import HeldArgument, kind_of, report_of
 from ._products import Product, cast_gradients, converted_arguments, products_of
 from ._schedule import SILENT, Schedule, called_target, links_used
 from ._step_faults import faults_of
-from ._traced_step import Replicating, TracedStep, origin, replicating
+from ._traced_step import Replicating, StepProgram, origin, replicating
 from .chips import Chip
 from .records import AvoidableWork, Collective, RepeatedWork
 from .report import Report
@@ -63,7 +63,7 @@ def report_on(
     compiled_step = compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
     schedule = Schedule(program) if platform == "tpu" else None
-    traced_step = TracedStep(traced)
+    traced_step = StepProgram(traced)
     visited = _Visited(program, Constraints(traced_step), mesh, platform, between, schedule, timed_on)
     notes = [*_notes(visited, mesh)]
     if schedule and schedule.unknown:
@@ -120,7 +120,6 @@ def report_on(
         avoidable=(*_one_hot(products), *_again(products, visited.products), *faults),
         narrow=any(op.flops and op.operands[0].dtype.itemsize <= 2 for op in traced_step.operations),
         cast=next(cast_gradients(traced_step), None),
-        **_widened(products),
     )
 
 
@@ -163,16 +162,18 @@ def _placed_by(collectives: Iterable[Collective], placements: Sequence[Replicati
     """Give transfers the line of the placement that makes them necessary, where the compiler says one beside it."""
     for c in collectives:
         over = {*(c.axes or ())}
-        by = [
-            p
-            for p in placements
-            if c.gathered and p.axes.issuperset(c.gathered) and over <= p.over and c.source in p.beside
-        ]
-        if by and not c.stored:
-            reason = _scopes.reason_of_placement(c.gathered, (), c.axes or ())
-            yield dataclasses.replace(c, source=by[0].source, reason=reason)
-        else:
+        by = next((p for p in placements if c.source in p.beside and _gathers(p, c.gathered, over)), None)
+        if by is None or c.stored or getattr(c.reason, "of", None) == "placement":
             yield c
+        else:
+            reason = _scopes.reason_of_placement(c.gathered, (), c.axes or ())
+            yield dataclasses.replace(c, source=by.placement.source, reason=reason)
+
+
+def _gathers(placement: Replicating, names: Collection[str], over: Collection[str]) -> bool:
+    """Return whether a placement replicates axes over mesh axes."""
+    lost = {a for n in names for a in placement.axes.get(n, ())}
+    return bool(names) and {*names} <= {*placement.axes} and lost.issuperset(over)
 
 
 class _Visited:
@@ -265,19 +266,6 @@ def _notes(found: _Visited, mesh: Mapping[str, int] | None) -> Iterator[str]:
         yield NOTE
     if any(c.sent is None for c in found.collectives):
         yield "the bytes that a ragged all-to-all sends depend on values"
-
-
-def _widened(products: Sequence[Product]) -> dict[str, Any]:
-    """Return the share of the flops in products that are computed in a larger dtype than an operand came in."""
-    found = [p for p in products if p.widened and p.flops]
-    total = sum(p.flops or 0 for p in products)
-    if not found or not total:
-        return {}
-    (first, *_), (before, after) = found, found[0].widened or ("", "")
-    operation, line = _scopes.operation(first.scope), source(first.frames)
-    said = f"{operation or 'a product without names'}{f', at {line}' if line else ''}"
-    share = sum(p.flops or 0 for p in found) / total
-    return {"widened": share, "widened_at": f"{before} to {after}, first in {said}"}
 
 
 _SLACK = 4

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..core.source_lines import Frame, Source
 from . import _scopes
 from ._named_events import short_dtype
-from ._traced_step import SAME, Operation, TracedStep, Value, origin
+from ._traced_step import SAME, StepProgram, TracedArray, TracedOperation, origin
 
 
 class OneHot(NamedTuple):
@@ -35,13 +35,11 @@ class Product(NamedTuple):
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
-    widened: tuple[str, str] | None = None
-    """The dtype of an operand before it is converted to a larger one for this product, and that one."""
     one_hot: OneHot | None = None
     """The operand that tells an index from others, if there is one."""
 
 
-def products_of(step: TracedStep, mesh: Mapping[str, int]) -> Iterator[Product]:
+def products_of(step: StepProgram, mesh: Mapping[str, int]) -> Iterator[Product]:
     """Yield the products of a step, in the order in which they run."""
     for op in step.operations:
         if op.rule is None or not op.rule.product:
@@ -54,14 +52,11 @@ def products_of(step: TracedStep, mesh: Mapping[str, int]) -> Iterator[Product]:
                 flops *= op.operands[2].shape[0]
             flops //= _scopes.groups(op.scope)
         arguments = tuple(origin(x).argument for x in op.operands[:2])
-        # If both are converted, somebody asked for it.
-        widened = [_widened(x) for x in op.operands[:2]] if flops else [None]
-        widened = next(filter(None, widened), None) if None in widened else None
         one_hot = next(filter(None, (_one_hot(op, i) for i in (0, 1))), None) if flops else None
-        yield Product(op.scope, op.frames, flops if known else None, arguments, widened, one_hot)
+        yield Product(op.scope, op.frames, flops if known else None, arguments, one_hot)
 
 
-def _copies(op: Operation, mesh: Mapping[str, int]) -> int:
+def _copies(op: TracedOperation, mesh: Mapping[str, int]) -> int:
     """Return how many devices a per-device operation needs, of which each has a part of the work.
 
     A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
@@ -74,14 +69,14 @@ def _copies(op: Operation, mesh: Mapping[str, int]) -> int:
     return math.prod(mesh.get(a, 1) for a in axes)
 
 
-def _ways(op: Operation) -> int:
+def _ways(op: TracedOperation) -> int:
     """Return how many ways conditionals around an operation may go, of those whose turns no schedule says."""
     around = [outer for outer in op.around if "branches" in outer.eqn.params]
     free = [outer for outer in around if _scopes.turns(f"{outer.scope}/{outer.name}") is None]
     return math.prod(len(outer.eqn.params["branches"]) for outer in free)
 
 
-def _widened(x: Value) -> tuple[str, str] | None:
+def _widened(x: TracedArray) -> tuple[str, str] | None:
     """Return the floating-point dtypes before and after a conversion to a larger one, whose result a value is."""
     while x.maker is not None and x.maker.name in SAME:
         before = x.maker.operands[0]
@@ -93,7 +88,7 @@ def _widened(x: Value) -> tuple[str, str] | None:
     return None
 
 
-def _one_hot(op: Operation, of: int) -> OneHot | None:
+def _one_hot(op: TracedOperation, of: int) -> OneHot | None:
     """Describe an operand that tells an index from others, as `one_hot` makes."""
     if op.name != "dot_general" or not (counts := _counts(op.operands[of])):
         return None
@@ -104,7 +99,7 @@ def _one_hot(op: Operation, of: int) -> OneHot | None:
     return OneHot(before, rest, len(counts) == 1 and max(counts) % before == 0)
 
 
-def _counts(value: Value) -> set[int]:
+def _counts(value: TracedArray) -> set[int]:
     """Return the sizes of counts from 0 whose equality with other numbers makes a value, up to scales."""
     waiting, found = [value], set[int]()
     for x in itertools.islice(waiting, 64):
@@ -122,7 +117,7 @@ def _counts(value: Value) -> set[int]:
     return found
 
 
-def converted_arguments(step: TracedStep) -> dict[int, str]:
+def converted_arguments(step: StepProgram) -> dict[int, str]:
     """Return, by number, the arguments that a placement constrains before they are converted to a smaller dtype."""
     found: dict[int, str] = {}
     for op in step.operations:
@@ -137,7 +132,7 @@ def converted_arguments(step: TracedStep) -> dict[int, str]:
     return found
 
 
-def cast_gradients(step: TracedStep) -> Iterator[tuple[str, str, Source | None]]:
+def cast_gradients(step: StepProgram) -> Iterator[tuple[str, str, Source | None]]:
     """Yield the dtypes and the lines of conversions of gradients to a larger one before a placement or a sum."""
     for op in step.operations:
         if op.name in _PLACED and (convert := op.operands[0].maker) and convert.name == "convert_element_type":

@@ -1,4 +1,4 @@
-"""Follow values through a traced step, with its loops, branches and the functions that it calls opened: `TracedStep`.
+"""Follow values through a traced step, with its loops, branches and the functions that it calls opened: `StepProgram`.
 
 An operation of a loop stands for all its turns. What a loop carries, takes slices of and stacks are operations too:
 `carry` (of the first value and the one that each turn gives), `slice` and `stack`; and `branch` is the result of one of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -26,47 +26,51 @@ from . import _flops, _scopes
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
-class Value:
+class TracedArray:
     """An array of a traced step."""
 
     shape: tuple[int, ...]
     dtype: Any
-    maker: Operation | None = None
+    maker: TracedOperation | None = None
     """The operation that it is a result of; None for an argument, and for a constant."""
     argument: int | None = None
     """The number of the argument that it is."""
     constant: Any = None
     """The value of a number, or of a constant array."""
-    users: list[Operation] = dataclasses.field(default_factory=list)
+    users: list[TracedOperation] = dataclasses.field(default_factory=list)
+
+
+def _value_of(var: Any, **more: Any) -> TracedArray:
+    return TracedArray(getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None), **more)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Loop:
+class TracedLoop:
     """A loop: its operation, how often its body runs, and what its turns pass on and take slices of."""
 
-    operation: Operation
+    operation: TracedOperation
     times: int | None
     """None if values decide."""
-    carried: list[Operation] = dataclasses.field(default_factory=list)
-    sliced: list[Operation] = dataclasses.field(default_factory=list)
+    carried: list[TracedOperation] = dataclasses.field(default_factory=list)
+    sliced: list[TracedOperation] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Operation:
+class TracedOperation:
     """An operation of a traced step."""
 
     name: str
     eqn: Any
-    operands: list[Value]
-    around: tuple[Operation, ...] = ()
+    operands: list[TracedArray]
+    around: tuple[TracedOperation, ...] = ()
     """The operations that contain it, such as loops and calls of functions, from the outermost."""
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[TracedLoop, ...] = ()
     """The loops around it, from the outermost."""
     copies: int = 1
     """The number of devices that each run it, as code per device does."""
     share: Fraction = Fraction(1)
     """The share of the turns in which it runs: each branch is taken equally often, or as a schedule says."""
-    results: list[Value] = dataclasses.field(default_factory=list)
+    results: list[TracedArray] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def scope(self) -> str:
@@ -85,7 +89,7 @@ class Operation:
     def source(self) -> Source | None:
         return source(self.frames)
 
-    def lines(self, within: Operation | None = None) -> list[Source]:
+    def lines(self, within: TracedOperation | None = None) -> list[Source]:
         """Return the user's lines that it comes from, from the outermost; or those in the body of a loop around it."""
         first = 0 if within is None else self.around.index(within) + 1
         found = list[Frame]()
@@ -121,7 +125,7 @@ class Operation:
         return _flops.of_product(result, [self.rule.sizes[f] for dim in left for f in dim if f in summed])
 
 
-class TracedStep:
+class StepProgram:
     """The operations of a step in the order in which they run, its arguments and its results."""
 
     def __init__(self, closed: Any):
@@ -129,34 +133,34 @@ class TracedStep:
         closed: the program that JAX traced.
         """
         jaxpr = without_unused(closed.jaxpr)
-        self.operations: list[Operation] = []
-        self.arguments = [Value(v.aval.shape, v.aval.dtype, argument=i) for i, v in enumerate(jaxpr.invars)]
+        self.operations: list[TracedOperation] = []
+        self.arguments = [_value_of(v, argument=i) for i, v in enumerate(jaxpr.invars)]
         self.results = self._run(jaxpr, closed.consts, self.arguments, (), (), 1, Fraction(1))
 
     def _run(
         self,
         jaxpr: Any,
         constants: Sequence[Any],
-        given: Sequence[Value],
-        around: tuple[Operation, ...],
-        loops: tuple[Loop, ...],
+        given: Sequence[TracedArray],
+        around: tuple[TracedOperation, ...],
+        loops: tuple[TracedLoop, ...],
         copies: int,
         share: Fraction,
-    ) -> list[Value]:
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+    ) -> list[TracedArray]:
+        known: dict[Any, TracedArray] = dict(zip(jaxpr.invars, given, strict=True))
         for v, value in zip(jaxpr.constvars, constants, strict=False):
-            known[v] = Value(v.aval.shape, v.aval.dtype, constant=value)
+            known[v] = _value_of(v, constant=value)
 
-        def read(v: Any) -> Value:
-            return Value(v.aval.shape, v.aval.dtype, constant=v.val) if isinstance(v, Literal) else known[v]
+        def read(v: Any) -> TracedArray:
+            return _value_of(v, constant=v.val) if isinstance(v, Literal) else known[v]
 
         for eqn in jaxpr.eqns:
-            op = Operation(eqn.primitive.name, eqn, [*map(read, eqn.invars)], around, loops, copies, share)
+            op = TracedOperation(eqn.primitive.name, eqn, [*map(read, eqn.invars)], around, loops, copies, share)
             results = self._results(op)
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _results(self, op: Operation) -> list[Value]:
+    def _results(self, op: TracedOperation) -> list[TracedArray]:
         """Record an operation, or those that it runs."""
         functions = [] if op.name in _CLOSED else inside(op.eqn)
         how = functions[0].how if functions else ""
@@ -189,8 +193,8 @@ class TracedStep:
         self._add(op, [v.aval for v in op.eqn.outvars])
         return op.results
 
-    def _loop(self, op: Operation, f: Any, given: list[Value]) -> list[Value]:
-        loop, last = Loop(op, f.times), len(given) - f.sliced
+    def _loop(self, op: TracedOperation, f: Any, given: list[TracedArray]) -> list[TracedArray]:
+        loop, last = TracedLoop(op, f.times), len(given) - f.sliced
         inner = (*op.loops, loop)
         carried = range(f.first, f.first + f.carried)
         # What a loop passes on as it is, such as a model that `while_loop` carries, is what it was before.
@@ -212,15 +216,22 @@ class TracedStep:
         return [*first, *(self._of(op, "stack", [x], v.aval) for x, v in stacked)]
 
     def _of(
-        self, op: Operation, name: str, operands: list[Value], aval: Any, loops: tuple[Loop, ...] | None = None
-    ) -> Value:
+        self,
+        op: TracedOperation,
+        name: str,
+        operands: list[TracedArray],
+        aval: Any,
+        loops: tuple[TracedLoop, ...] | None = None,
+    ) -> TracedArray:
         """Return what a loop, a conditional or code per device makes of values."""
-        own = Operation(name, op.eqn, operands, op.around, op.loops if loops is None else loops, op.copies, op.share)
+        own = TracedOperation(
+            name, op.eqn, operands, op.around, op.loops if loops is None else loops, op.copies, op.share
+        )
         self._add(own, [aval])
         return own.results[0]
 
-    def _add(self, op: Operation, avals: Iterable[Any]) -> None:
-        op.results = [Value(getattr(a, "shape", ()), getattr(a, "dtype", None), op) for a in avals]
+    def _add(self, op: TracedOperation, avals: Iterable[Any]) -> None:
+        op.results = [TracedArray(getattr(a, "shape", ()), getattr(a, "dtype", None), op) for a in avals]
         for x in op.operands:
             x.users.append(op)
         self.operations.append(op)
@@ -235,7 +246,9 @@ SAME = {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "sli
 """Primitives whose result is their first operand in another form, or part of it; the `slice` of a loop, too."""
 
 
-def reached(start: Iterable[Value], follows: Callable[[Operation, Value], Iterable[Value]]) -> Iterator[Value]:
+def reached(
+    start: Iterable[TracedArray], follows: Callable[[TracedOperation, TracedArray], Iterable[TracedArray]]
+) -> Iterator[TracedArray]:
     """Yield values, and those that users make of them, as far as a function of a user and a value follows them."""
     waiting = [*start]
     seen = set(waiting)
@@ -249,7 +262,7 @@ def reached(start: Iterable[Value], follows: Callable[[Operation, Value], Iterab
                     waiting.append(y)
 
 
-def origin(x: Value) -> Value:
+def origin(x: TracedArray) -> TracedArray:
     """Return the value that another one is in another dtype or layout, or part of."""
     while x.maker is not None and x.maker.name in SAME:
         x = x.maker.operands[0]
@@ -257,46 +270,126 @@ def origin(x: Value) -> Value:
 
 
 class Replicating(NamedTuple):
-    """A placement that replicates axes of the result of a named operation."""
+    """A placement that replicates axes which a mapping shards."""
 
-    axes: frozenset[str]
-    over: frozenset[str]
-    """The mesh axes that it leaves out."""
-    source: Source | None
+    placement: TracedOperation
+    axes: Mapping[str, Sequence[str]]
+    """These axes, each with the mesh axes that the mapping shards it over."""
+    places: tuple[int, ...]
+    """The positions of these axes in the array."""
     beside: frozenset[Source | None]
-    """The lines of that operation, of those that use what is placed, and of what lies between."""
+    """The lines of what makes the array, up to the next named operation, and of what uses it."""
 
 
-def replicating(step: TracedStep) -> Iterator[Replicating]:
-    """Yield the placements that replicate axes which a named operation before them has sharded."""
+def replicating(step: StepProgram) -> Iterator[Replicating]:
+    """Yield the placements that replicate axes which a mapping shards."""
     for op in step.operations:
         if op.name not in ("sharding_constraint", "reshard") or (kept := kept_by(op)) is None:
             continue
-        maker, named, beside = op.operands[0].maker, None, set[Source | None]()
-        for _ in range(16):
-            named = None if maker is None else _scopes.operation(maker.scope)
-            if maker is None or (named is not None and named.name != "shard"):
-                break
-            beside.add(maker.source)
-            maker = next((x.maker for x in maker.operands if x.shape == op.operands[0].shape), None)
-        if maker is None or named is None or len(named.results) != 1:
+        before, own = [*_before(op)], _scopes.operation(op.scope)
+        if own is not None and own.name != "shard":  # an operation places its operands itself
             continue
-        lost = [a for a in named.results[0] if a.compute and kept.isdisjoint(a.compute)]
-        beside |= {maker.source, *(user.source for x in reached(op.results, _same_shape) for user in x.users)}
-        if lost:
-            over = frozenset(m for a in lost for m in a.compute)
-            yield Replicating(frozenset(a.name for a in lost), over, op.source, frozenset(beside))
+        named = own or next((n for x in before if (n := _scopes.operation(x.scope))), None)
+        term = named.results[0] if named is not None and named.results else ()
+        if lost := {a.name: a.compute for a in term if a.compute and kept.isdisjoint(a.compute)}:
+            users = (user for x in reached(op.results, _same_shape) for user in x.users)
+            shape, own = op.results[0].shape, list[int]()
+            for a in term:  # as the array has them, which may be in another order than the term
+                own += [
+                    i for i in (*range(len(own), len(shape)), *range(len(own))) if shape[i] == a.size and i not in own
+                ][:1]
+            places = tuple(i for i, a in zip(own, term, strict=False) if a.name in lost)
+            yield Replicating(op, lost, places, frozenset(x.source for x in (*before, *users)))
 
 
-def _same_shape(user: Operation, x: Value) -> Iterable[Value]:
+def _before(op: TracedOperation) -> Iterator[TracedOperation]:
+    """Yield what makes the operand of a placement, up to the first named operation."""
+    shape = op.operands[0].shape
+    for _ in range(16):
+        maker = next((x.maker for x in op.operands if x.shape == shape), None)
+        if maker is None:
+            return
+        yield (op := maker)
+        if (named := _scopes.operation(op.scope)) is not None and named.name != "shard":
+            return
+
+
+def _same_shape(user: TracedOperation, x: TracedArray) -> Iterable[TracedArray]:
     named = _scopes.operation(user.scope)
     return [y for y in user.results if y.shape == x.shape] if named is None or named.name == "shard" else []
 
 
-def kept_by(placement: Operation) -> set[str] | None:
+def kept_by(placement: TracedOperation) -> set[str] | None:
     """Return the mesh axes over which a placement shards an array; None if it leaves some to the compiler."""
     sharding = placement.eqn.params.get("sharding", placement.eqn.params.get("dst_sharding"))
     spec = getattr(sharding, "spec", None)
     if spec is None or any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         return None
     return {a for entry in spec for a in mesh_axes(entry)}
+
+
+# --- what rules about a step ask ---
+
+
+LEAST = 0.05
+"""The share of the compute from which work is worth a remark."""
+WIDE = 0.2
+"""The share of the memory, or of the forward pass, from which larger arrays or dtypes are worth a remark."""
+
+
+def share_of(operations: Iterable[TracedOperation], total: int) -> float:
+    return sum(op.flops for op in operations) / total
+
+
+def axis_name(operations: Iterable[TracedOperation], size: int) -> str:
+    """Return the name of the axis of this size in the first named operation that has only one."""
+    for op in operations:
+        named = _scopes.operation(op.scope)
+        terms = () if named is None else (*named.operands, *named.results)
+        if len(names := {a.name for term in terms for a in term if a.size == size}) == 1:
+            return names.pop()
+    return "an axis"
+
+
+def bytes_of(x: TracedArray) -> int:
+    return math.prod(x.shape) * getattr(x.dtype, "itemsize", 4)
+
+
+def is_constant(x: TracedArray) -> bool:
+    return (x := origin(x)).maker is None and x.argument is None
+
+
+def has_parameter(op: TracedOperation) -> bool:
+    """Return whether a product multiplies something by an argument, such as a parameter."""
+    return any(origin(x).argument is not None for x in op.operands[:2])
+
+
+def along(start: TracedArray, at: int) -> dict[TracedArray, set[int]]:
+    """Return the values that have an axis of a value whole, each with the positions of it."""
+    found = {start: {at}}
+    waiting = [(start, at)]
+    while waiting:
+        x, at = waiting.pop()
+        for user in x.users:
+            for y, i in passed(user, x, at):
+                if i not in found.setdefault(y, set()):
+                    found[y].add(i)
+                    waiting.append((y, i))
+    return found
+
+
+def passed(op: TracedOperation, x: TracedArray, at: int) -> Iterator[tuple[TracedArray, int]]:
+    """Yield the results of an operation that have an axis of an operand, and its position in them."""
+    (y, *_) = op.results
+    if op.name in ("carry", "branch", "shard", "unshard"):
+        yield y, at
+    elif op.name in ("slice", "stack") and op.rule is None:  # of a loop
+        moved = at + (1 if op.name == "stack" else -1)
+        if moved >= 0:
+            yield y, moved
+    elif op.rule is not None:
+        needed = op.rule.needed if not op.rule.product else ()
+        for given, term in zip(op.operands, op.rule.operands, strict=False):
+            factors = {*term[at]}.difference(needed) if given is x and at < len(term) else ()
+            for result, own in zip(op.results, op.rule.results, strict=False):
+                yield from ((result, i) for i, dim in enumerate(own) if not factors.isdisjoint(dim)) if factors else ()
