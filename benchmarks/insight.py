@@ -49,7 +49,7 @@ def rows() -> list[Row]:
             found.append(Row("insight", f"{name}: bytes sent", *shown, max(sent, true) / min(sent, true), OFF))
             times = f"{seconds:.2f} s", f"{longest:.2f} s"
             found.append(Row("insight", f"{name}: time", *times, seconds / longest, limit))
-    planned, seconds = _timed(lambda: plan(step, model, tokens, chips=8, verify=0))
+    planned, seconds = _timed(lambda: plan(step, model, tokens, chips=8))
     # Most mappings are told by names alone; the partitioner is asked of a few others, and takes most of the time.
     count, compiling = planned.considered, planned.considered * longest
     what = f"plan, {count} mappings: time, against compiling {count} programs"

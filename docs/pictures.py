@@ -686,7 +686,7 @@ def compared() -> Screen:
 def planned() -> Screen:
     """The best mappings of the same step."""
     step, *args = llama_of_70b()
-    plan = insight.plan(step, *args, chips=512, ask=0, verify=0)
+    plan = insight.plan(step, *args, chips=512, ask=0)
     plan = dataclasses.replace(plan, found=plan.found[:14])
     return screen("The page of a plan: the candidates, and why the first is first", plan, 690, ".*")
 

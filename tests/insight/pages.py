@@ -78,7 +78,7 @@ def compiled() -> insight.Report:
 
 @functools.cache
 def planned() -> insight.MappingPlan:
-    return insight.plan(small_step, *small_arguments(), chips=64, ask=0, verify=0)
+    return insight.plan(small_step, *small_arguments(), chips=64, ask=0)
 
 
 @functools.cache

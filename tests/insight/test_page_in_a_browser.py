@@ -74,7 +74,7 @@ def opened(window: Browser, folder: Path, name: str, width: int, dark: bool = Fa
     path = folder / f"{name}.html"
     if not path.exists():
         page: insight.Page = PAGES[name]()
-        page.save(path, source=True)
+        page.save(path)
     window.open(path, width, WIDTHS[width], dark)
     return window
 
@@ -123,15 +123,6 @@ def test_the_keyboard_reaches_what_opens(name: str, window: Browser, folder: Pat
     assert closed is None
     window.press("Enter")
     assert window.run("row.parentElement.open && getComputedStyle(row).outlineStyle") == "solid"
-
-
-def test_a_row_shows_its_line_of_code(window: Browser, folder: Path) -> None:
-    opened(window, folder, "report", 1280)
-    window.run("document.querySelector('#transfers details > summary').focus()")
-    window.press("Enter")
-    window.run("new Promise((done) => setTimeout(done, 50))")
-    marked = window.run("document.querySelector('#transfers details mark').textContent")
-    assert "self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))" in marked
 
 
 def test_filtering(window: Browser, folder: Path) -> None:

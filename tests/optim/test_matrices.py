@@ -319,7 +319,8 @@ def test_a_plan_knows_the_exchange() -> None:
         return optax.apply_updates(params, updates), state
 
     x = jax.eval_shape(lambda: axn.zeros({"batch": 2**16, "embed": 1024}))
-    plan = axn.insight.plan(step, params, jax.eval_shape(tx.init, params), x, chips=8, chip="v5e", verify=1)
-    best = plan.best.verified
-    assert best is not None and plan.best.sent == best.total_sent()
+    plan = axn.insight.plan(step, params, jax.eval_shape(tx.init, params), x, chips=8, chip="v5e")
+    where: Any = {"mapping": plan.best.mapping, "mesh": axn.make_mesh(dict(plan.best.mesh)), "by": "partitioner"}
+    best = axn.insight.explain(step, params, jax.eval_shape(tx.init, params), x, **where)
+    assert plan.best.sent == best.total_sent()
     assert [c for c in best.chosen(phase="optimizer") if (c.total_sent or 0) > 100]

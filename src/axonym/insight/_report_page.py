@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._display import array_picture, array_tree
 from ..core.errors import counted, describe_bytes
-from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked, table
-from ..core.source_lines import Source
+from ..core.html import Html, Words, bar, code, element, folded, html, joined, listed, picture, stacked
 from ._arguments import PlacedArgument
 from ._figures import needed_memory, total_sent
+from ._tables import Column, column_of, held_columns, on_page
 from ._text import described_axes, described_seconds, phase_of, short_operation, written_number
 from .records import (
     SMALL,
@@ -39,27 +37,23 @@ _MADE = {
     "partitioner": "partitioned for {}, and not compiled to the end",
     "compiled": "compiled for {}",
 }
-_AT_PEAK = 6
 _PHASES = {"forward": "var(--pale)", "recomputed": "var(--mid)", "backward": "var(--fill)"}
 _BINS = 240
 """How many steps the picture of the memory has."""
 _SMALLER = 60
 """The number of rows of less than 1% that are written."""
-_AROUND = 3
-"""The number of lines of code that are shown before and after a line."""
 
 
-def report_page(report: Report, figures: Sequence[str], source: bool) -> tuple[str, Html]:
+def report_page(report: Report, figures: Sequence[str]) -> tuple[str, Html]:
     """Return the title and the body of the page of a report; `figures` are the lines at the end of its text."""
     words, verdict = Words(report.mesh, report.mapping), report.verdict
-    transfers = _Transfers(report, words, source)
+    transfers = _Transfers(report, words)
     sections = {
         "phases": ("Passes", _phases(report, words)),
         "memory": ("Memory", _memory(report, words)),
         "arguments": ("Arguments", _arguments(report, words)),
         "transfers": ("All transfers", transfers.all()),
         "how": ("How it was made", joined([element("p", words.said(f)) for f in (*figures, *report.notes)])),
-        "lines": ("Lines", transfers.lines()),
     }
     shown = {name: section for name, section in sections.items() if section[1]}
     wrong, findings = sum(found.severity == "fix" for found in verdict.suspicious), list[Html]()
@@ -186,28 +180,21 @@ def percent(share: float) -> str:
 
 def _phases(report: Report, words: Words) -> Html:
     """Return a table of the flops in each pass, and of the bytes sent over each set of mesh axes."""
-    phases = ("forward", "recomputed", "backward", "optimizer", "")
-    sums = {
-        phase: {axes: known_sent([c for c in found if c.phase == phase]) for axes, found in report.by_axes().items()}
-        for phase in phases
-    }
-    most = max((n for row in sums.values() for n in row.values()), default=0) or 1
-    flops = {phase: report.computed.get(phase, 0) for phase in phases} if report.flops else {}
-    header = ["", *(["computed"] if flops else []), *(joined(["sent over ", words.axes(a)]) for a in report.by_axes())]
-    rows = [
-        [
-            phase_of(phase),
-            *([_measured(f"{written_number(flops[phase])} flops", flops[phase] / report.flops)] if flops else []),
-            *(_measured(describe_bytes(n), n / most, words.color(a)) for a, n in row.items()),
-        ]
-        for phase, row in sums.items()
-        if any(row.values()) or flops.get(phase)
+    flops = report.computed if report.flops else {}
+    by_axes = report.by_axes()
+    phases = [
+        phase
+        for phase in ("forward", "recomputed", "backward", "optimizer", "")
+        if flops.get(phase) or known_sent([c for c in report.collectives if c.phase == phase])
     ]
-    return table("passes", header, rows) if rows else html("")
-
-
-def _measured(number: str, share: float, kind: str = "") -> Html:
-    return element("span", element("span", number, class_="num"), bar(share, kind), class_="cell")
+    sent = {a: [known_sent([c for c in found if c.phase == p]) for p in phases] for a, found in by_axes.items()}
+    most = max((n for row in sent.values() for n in row), default=0)
+    columns = [Column("", [phase_of(p) for p in phases])]
+    if flops:
+        computed = [flops.get(p, 0) for p in phases]
+        columns.append(column_of("computed", computed, lambda n: f"{written_number(n)} flops", most=report.flops))
+    columns += [column_of(f"sent over {described_axes(a)}", row, describe_bytes, a, most) for a, row in sent.items()]
+    return on_page("passes", columns, words) if phases else html("")
 
 
 # --- memory ---
@@ -282,26 +269,11 @@ def _over_the_step(timeline: MemoryTimeline, arguments: int) -> Html:
     return picture(label, left + width, base + 36, *filter(None, parts))
 
 
-def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> Iterator[Html]:
-    """Yield the table of some arrays; the bars are shares of a whole."""
-    rows: list[Sequence[str]] = []
-    for h in others[:_AT_PEAK]:
-        times = f"{h.count} × " if h.count > 1 else None
-        rows.append(
-            (
-                _measured(describe_bytes(h.bytes), h.bytes / (whole or 1)),
-                joined([times, words.array(h.array)]),
-                phase_of(h.phase),
-                short_operation(h.operation or "no named operation"),
-                code(str(h.source)) if h.source else "-",
-            )
-        )
-    if rest := others[_AT_PEAK:]:
-        size = sum(h.bytes for h in rest)
-        smaller = f"{sum(h.count for h in rest)} smaller"
-        rows.append((_measured(describe_bytes(size), size / (whole or 1)), smaller, "", "", ""))
-    yield element("h3", title)
-    yield table(title.partition(",")[0].lower(), ("bytes", "array on each device", "made in", "by", "line"), rows)
+def _held(title: str, others: Sequence[HeldArray], whole: int, words: Words) -> list[Html]:
+    """Return the table of some arrays below its title; the bars are shares of a whole."""
+    *columns, by = held_columns(others, whole)
+    by = by._replace(cells=[short_operation(operation) for operation in by.cells])
+    return [element("h3", title), on_page(title.partition(",")[0].lower(), [*columns, by], words)]
 
 
 # --- arguments ---
@@ -329,15 +301,13 @@ def _arguments(report: Report, words: Words) -> Html:
 
 
 class _Transfers:
-    """The transfers of a report, the ones of repeated layers together, and on request the lines of code around them."""
+    """The transfers of a report, the ones of repeated layers together."""
 
-    def __init__(self, report: Report, words: Words, source: bool):
+    def __init__(self, report: Report, words: Words):
         self._report, self._words = report, words
         self._total = known_sent(report.collectives)
         self._large, self._small = alike(report.collectives, self._total)
         self._found = [*self._large, *self._small]
-        places = dict.fromkeys(x.source for x, *_ in self._found if source and x.source is not None)
-        self._lines = {place: f"line-{i}" for i, place in enumerate(places) if _around(place)}
 
     def costliest(self) -> Html:
         """Write the lines of the verdict, each with a bar, its bytes and its time."""
@@ -354,7 +324,7 @@ class _Transfers:
                 element("p", self._words.said(what), ":" if what != rest else None),
                 element("p", self._words.said(reason), class_="soft") if what != rest else None,
             ]
-            items.append(element("div", *said, self._code(found), class_="item"))
+            items.append(element("div", *said, class_="item"))
         link = element("a", f"All {counted(len(self._found), 'transfer')}", href="#transfers")
         after = joined([f"{describe_bytes(self._total)} are sent by each device in a call. ", link])
         after = after if self._found else "Nothing is sent."
@@ -408,7 +378,7 @@ class _Transfers:
             details["exposed"] = f"{overlapped}, about {described_seconds(seconds)}" if seconds else hidden
         details["operation"] = code(c.operation) if c.operation else "no named operation"
         listed = element("dl", *(part for k, v in details.items() for part in (element("dt", k), element("dd", v))))
-        return folded(row, listed, self._code(found))
+        return folded(row, listed)
 
     def _time(self, found: Sequence[Collective]) -> str | None:
         """Return the time of a transfer: its share of the time of all over its mesh axes."""
@@ -419,35 +389,3 @@ class _Transfers:
         if bounds is None or axes not in bounds.links or found[0].branches or not whole:
             return None
         return described_seconds(bounds.links[axes] * known_sent(found) / whole)
-
-    # --- lines of code ---
-
-    def _code(self, found: Sequence[Collective]) -> Html | None:
-        """Return the place of the code of a transfer, which the script fills."""
-        name = self._lines.get(source) if (source := found[0].source) is not None else None
-        return element("div", data_line=name) if name is not None else None
-
-    def lines(self) -> Html:
-        """Write the lines of code around each transfer, of which one is marked, each place once."""
-        parts = list[Html]()
-        for source, name in self._lines.items():
-            path = os.path.relpath(source.file)
-            path = str(source).rpartition(":")[0] if path.startswith("..") else path.replace(os.sep, "/")
-            lines = [
-                element("mark", f"{n:5}  {text}") if n == source.line else html(f"{n:5}  {text}")
-                for n, text in _around(source).items()
-            ]
-            title = element("p", f"{source.function} in {path}:{source.line}")
-            listing = element("div", title, element("pre", joined(lines, "\n"), tabindex="0"), class_="code")
-            parts.append(element("div", listing, id=name))
-        return joined(parts)
-
-
-def _around(source: Source) -> dict[int, str]:
-    """Return the lines around a line by their numbers; none if the file cannot be read."""
-    try:
-        found = linecache.getlines(source.file)
-    except ValueError:  # no file can have such a name
-        return {}
-    numbers = range(max(1, source.line - _AROUND), min(len(found), source.line + _AROUND) + 1)
-    return {n: found[n - 1].rstrip() for n in numbers}

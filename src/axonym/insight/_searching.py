@@ -55,8 +55,6 @@ class PlannedMapping:
     uncertain: int
     by: str = "names"
     """Its source: `names`, or `partitioner` where names are not enough."""
-    verified: Report | None = None
-    """The partitioner's report, if it was asked for one."""
     raw: bool = False
     """True if the step is a function of raw arrays, made by `axonym.names.distribute`."""
     estimate: Estimate = dataclasses.field(default_factory=lambda: Estimate({}))
@@ -67,9 +65,6 @@ class PlannedMapping:
     """The arguments of the builder whose values have keys."""
     topology: Islands | None = None
     """The chips that the estimate is for; the last axes of the mesh are within islands."""
-    peak: int | None = None
-    """The bytes that each device holds at most, as compiled, if the arguments that it updates are donated; None if it
-    was not compiled."""
 
     @property
     def seconds(self) -> float:

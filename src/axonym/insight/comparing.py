@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..core.errors import describe_bytes
-from ..core.html import Html, Words, bar, code, element, folded, html, joined, over_of, table
+from ..core.html import Html, Words, code, element, folded, html, joined, over_of
 from ..distribution.mesh_axes import AnyMesh
 from ..sharding.meshes import Between
 from ._figures import needed_memory
 from ._report_page import crumb, mapping_line, navigation, section, verdict_card
+from ._tables import Column, column_of, on_page, rows_of
 from ._text import described_axes, described_seconds, in_order, markdown_table, written_number
 from .chips import Chip
 from .explaining import explain
@@ -21,9 +22,6 @@ from .report import Report
 
 _CHANGES = 8
 """The largest number of differing transfers that are shown at once."""
-
-Quantity: TypeAlias = tuple[Html, str, Mapping[str, float | None], Any]
-"""A name, the class of its bars, its value for each mapping, and how a value is written."""
 
 
 def compare(
@@ -87,13 +85,11 @@ class Comparison(Page):
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
         ()
         """
-        return tuple(
-            f"{sign} {times} x {describe_bytes(sent)}  {what}{why and f': {why}'}"
-            for sign, times, sent, what, why in self._changed(first, second)
-        )
+        rows = rows_of(self._changes(first, second))
+        return tuple(f"{size}  {what}{why and f': {why}'}" for size, what, why in rows)
 
-    def _changed(self, first: str, second: str) -> list[tuple[str, int, int, str, str]]:
-        """Return the sign of each exchange that only one report has, how often, its bytes, what it is, and why."""
+    def _changes(self, first: str, second: str) -> list[Column]:
+        """Return the table of the exchanges that only one report has: how often and how many bytes, what, and why."""
         before, after = (counted(self.reports[name].collectives) for name in (first, second))
         found = [
             (sign, rest, sent, *said)
@@ -101,7 +97,10 @@ class Comparison(Page):
             for said, (times, sent) in more.items()
             if (rest := times - less.get(said, (0, 0))[0]) > 0
         ]
-        return sorted(found, key=lambda change: -change[1] * change[2])
+        found.sort(key=lambda change: -change[1] * change[2])
+        sizes = [f"{sign} {times} x {describe_bytes(sent)}" for sign, times, sent, _, _ in found]
+        what, why = [c[3] for c in found], [c[4] for c in found]
+        return [Column("times × bytes", sizes), Column("transfer", what), Column("why", why)]
 
     def change(self, first: str, second: str) -> str:
         """Say in a sentence how the time, the bytes sent and the memory differ between two mappings.
@@ -122,20 +121,20 @@ class Comparison(Page):
         return f"{second}, compared with {first}: {', and '.join(said)}."
 
     def __str__(self) -> str:
-        header, *rows = self._table()
-        parts = [markdown_table(header, rows)]
+        columns = self._columns()
+        parts = [markdown_table([c.title for c in columns], rows_of(columns))]
         first, *others = self.reports
         for other in others:
             if lines := self.differences(first, other):
                 parts.append("\n".join([f"{self.change(first, other)}\n", *lines]))
         return "\n\n".join(parts)
 
-    def _page(self, source: bool) -> tuple[str, Html]:
+    def _page(self) -> tuple[str, Html]:
         headline, changes = self._headline()
         first, *others = self.reports
         report = self.reports[first]
         words = Words(list(dict.fromkeys(a for r in self.reports.values() for a in r.mesh)), report.mapping)
-        sections = {"bars": ("Side by side", _side_by_side(self.reports, words))}
+        sections = {"bars": ("Side by side", on_page("side by side", self._columns(), words, turned=True))}
         for i, other in enumerate(others):
             sections[f"changes-{i}"] = (f"{other}, compared with {first}", _changes(self, first, other, words))
         each = [
@@ -170,24 +169,27 @@ class Comparison(Page):
             return f"{best} sends the least: {describe_bytes(sent[best])} from each device.", changes
         return f"{len(self.reports)} mappings of {self.reports[first].step}.", changes
 
-    def _table(self) -> list[list[str]]:
-        """Return the lines of the table, of which the first is its header."""
+    def _columns(self) -> list[Column]:
+        """Return the table, which has a row for each mapping."""
         reports = self.reports.values()
-        columns: list[tuple[str, Callable[[Report], str]]] = [
-            (f"sent over {described_axes(a)}", lambda r, a=a: _sent(r.by_axes().get(a, ())))
-            for a in in_order({a for r in reports for a in r.by_axes()})
-        ]
-        columns.append(("collectives", lambda r: _or_unknown(r.count(), str)))
-        if all(r.memory is not None for r in reports):
-            columns.append(("arguments", lambda r: describe_bytes(r.memory.arguments if r.memory else 0)))
-            columns.append(("memory", lambda r: describe_bytes(r.memory.total if r.memory else 0)))
-        columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
-        if all(r.bounds is not None and r.bounds.named() for r in reports):
-            columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
-            columns.append(("bottleneck", lambda r: r.bounds.bottleneck if r.bounds else ""))
-        return [["", *(title for title, _ in columns)]] + [
-            [name, *(cell(report) for _, cell in columns)] for name, report in self.reports.items()
-        ]
+        links = in_order({a for r in reports for a in r.by_axes()})
+        sums = {a: [known_sent(r.by_axes().get(a, ())) for r in reports] for a in links}
+        most = max((n for sent in sums.values() for n in sent), default=0) or 1
+        columns = [Column("", [*self.reports])]
+        for a, sent in sums.items():
+            cells = [_sent(r.by_axes().get(a, ())) for r in reports]
+            columns.append(Column(f"sent over {described_axes(a)}", cells, [n / most for n in sent], a))
+        columns.append(Column("collectives", ["not known" if (n := r.count()) is None else str(n) for r in reports]))
+        memories = [r.memory for r in reports if r.memory is not None]
+        if len(memories) == len(reports):
+            columns.append(column_of("arguments", [m.arguments for m in memories], describe_bytes))
+            columns.append(column_of("memory", [m.total for m in memories], describe_bytes))
+        columns.append(column_of("flops", [r.flops for r in reports], written_number))
+        bounds = [r.bounds for r in reports if r.bounds is not None and r.bounds.named()]
+        if len(bounds) == len(reports):
+            columns.append(column_of("at least", [b.longest for b in bounds], described_seconds))
+            columns.append(Column("bottleneck", [b.bottleneck for b in bounds]))
+        return columns
 
 
 def counted(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -212,61 +214,7 @@ def _sent(collectives: Sequence[Collective]) -> str:
     return describe_bytes(sum(t or 0 for t in totals)) + unknown
 
 
-def _or_unknown(value: int | None, written: Callable[[int], str]) -> str:
-    return "not known" if value is None else written(value)
-
-
 # --- the page ---
-
-
-def _quantities(reports: Mapping[str, Any], words: Words) -> Iterator[Quantity]:
-    """Yield what can be compared: the bounds, or else the bytes sent; and the memory."""
-    bounds = {name: r.bounds for name, r in reports.items()}
-    links = in_order({a for r in reports.values() for a in r.by_axes()})
-    if all(b is not None and b.named() for b in bounds.values()):
-        yield html("compute"), "", {n: b.compute for n, b in bounds.items()}, described_seconds
-        memory = {n: b.memory for n, b in bounds.items()}
-        yield html("reading arguments, writing results"), "mid", memory, described_seconds
-        for a in links:
-            times = {n: b.links.get(a, 0.0) for n, b in bounds.items()}
-            yield joined(["sending over ", words.axes(a)]), words.color(a), times, described_seconds
-    else:
-        for a in links:
-            sent = {n: known_sent(r.by_axes().get(a, ())) for n, r in reports.items()}
-            yield joined(["sent over ", words.axes(a)]), words.color(a), sent, describe_bytes
-    held = {n: None if r.memory is None else r.memory.total for n, r in reports.items()}
-    yield html("memory"), "", held, describe_bytes
-
-
-def _side_by_side(reports: Mapping[str, Report], words: Words) -> Html:
-    """Draw a bar for each mapping and quantity; bars of one unit have one axis."""
-    shown = [q for q in _quantities(reports, words) if any(v for v in q[2].values())]
-    rows = []
-    for name, kind, values, written in shown:
-        most = max((v or 0 for n, _, vs, w in shown if w is written for v in vs.values()), default=0) or 1
-        base = next(iter(values.values()))
-        stacks = [
-            [bar((v or 0) / most, kind) for v in values.values()],
-            [element("span", "not known" if v is None else written(v), class_="num") for v in values.values()],
-            [html(""), *(_ratio(base, v) for v in [*values.values()][1:])],
-        ]
-        rows.append(
-            element("li", element("span", name), *(element("span", *stack, class_="stack") for stack in stacks))
-        )
-    order = joined([element("b", n) for n in reports], ", ")
-    return joined([element("p", "From above: ", order, "."), element("ul", *rows, class_="pair")])
-
-
-def _ratio(before: float | None, after: float | None) -> Html:
-    """Write by how much a value changes: `2.7x less`."""
-    if before is None or after is None or before == after:
-        return element("span", "" if before is None or after is None else "the same", class_="soft")
-    if not before or not after:
-        said = "only the first" if before else "not the first"
-    else:
-        ratio = max(before, after) / min(before, after)
-        said = f"{ratio:.2g}× {'less' if after < before else 'more'}" if ratio >= 1.05 else "nearly the same"
-    return element("span", said, class_="less" if after < before else "more")
 
 
 def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Html:
@@ -282,22 +230,17 @@ def _changes(comparison: Comparison, first: str, other: str, words: Words) -> Ht
         if over_of(old := old_mapping.get(name)) != over_of(new := new_mapping.get(name))
         and not (said and (name, old, new) == (name, before.mapping.get(name), after.mapping.get(name)))
     ]
-    lines = [
-        (
-            element("span", f"{'+' if sign == '+' else '−'} {n} x {describe_bytes(sent)}",
-                    class_=f"num {'more' if sign == '+' else 'less'}"),
-            words.said(what),
-            words.said(why or "not known"),
-        )
-        for sign, n, sent, what, why in comparison._changed(first, other)
-    ]  # fmt: skip
     mapped = joined([element("p", "In the mapping:"), element("ul", *entries)]) if entries else None
-    if not lines:
+    columns = comparison._changes(first, other)
+    if not columns[0].cells:
         return joined([mapped, element("p", "Both send the same.")])
-    header = ("times × bytes", "transfer", "why")
-    parts = [mapped, element("h3", "Transfers added (+), and removed (−)"), table("changes", header, lines[:_CHANGES])]
-    if rest := lines[_CHANGES:]:
-        parts.append(folded(f"{len(rest)} smaller", table("smaller changes", header, rest)))
+    shown, rest = (
+        [c._replace(cells=c.cells[part]) for c in columns] for part in (slice(_CHANGES), slice(_CHANGES, None))
+    )
+    title = element("h3", "Transfers added (+), and removed (-)")
+    parts = [mapped, title, on_page("changes", shown, words)]
+    if smaller := rest[0].cells:
+        parts.append(folded(f"{len(smaller)} smaller", on_page("smaller changes", rest, words)))
     return joined(parts)
 
 

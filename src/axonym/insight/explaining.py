@@ -237,17 +237,13 @@ def _moved_to(mesh: Mesh, tree: Any) -> Any:
     """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
 
     def moved(x: Any) -> Any:
-        if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-            return x
-        sharding = x.sharding
-        if isinstance(sharding, NamedSharding):
-            if sharding.mesh.shape != mesh.shape:
-                raise ValueError(
-                    f"explain: an argument is on the mesh {dict(sharding.mesh.shape)}, and the step is explained on "
-                    f"{dict(mesh.shape)}. Give the arguments without placements, or on that mesh."
-                )
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.shape != mesh.shape:
+            raise ValueError(
+                f"explain: an argument is on the mesh {dict(sharding.mesh.shape)}, and the step is explained on "
+                f"{dict(mesh.shape)}. Give the arguments without placements, or on that mesh."
+            )
+        return _abstract_array(x, mesh) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else x
 
     return jax.tree.map(moved, tree)
 

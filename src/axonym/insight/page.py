@@ -28,30 +28,25 @@ class Page(abc.ABC):
     True
     """
 
-    def to_html(self, *, source: bool = False) -> str:
+    def to_html(self) -> str:
         """Return the page in HTML.
-
-        Arguments:
-            source: whether the page has the lines of code around each transfer. It shows no path outside of the working
-                directory.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> "<h1>Nothing is sent between devices.</h1>" in report.to_html()
         True
         """
-        title, body = self._page(source)
+        title, body = self._page()
         script = _parts()["script"]
         known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         filled = {"title": html(title), "body": body, "script": script, "known": known}
         filled |= {"colors": light_dark(), "style": STYLE}
         return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], _parts()["page"])
 
-    def save(self, path: str | os.PathLike[str], *, source: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to a file.
 
         Arguments:
             path: the file, such as `report.html`.
-            source: as in `to_html`.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> import os, tempfile
@@ -60,13 +55,10 @@ class Page(abc.ABC):
         ...     os.listdir(folder)
         ['report.html']
         """
-        Path(path).write_text(self.to_html(source=source), encoding="utf-8", newline="\n")
+        Path(path).write_text(self.to_html(), encoding="utf-8", newline="\n")
 
-    def show(self, *, source: bool = True) -> Path:
+    def show(self) -> Path:
         """Open the page in the browser, and return the temporary file that it is in.
-
-        Arguments:
-            source: as in `to_html`. The page stays on this machine, so it has the lines of code by default.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> import unittest.mock
@@ -76,12 +68,12 @@ class Page(abc.ABC):
         """
         with tempfile.NamedTemporaryFile(prefix="axonym-", suffix=".html", delete=False) as file:
             path = Path(file.name)
-        self.save(path, source=source)
+        self.save(path)
         webbrowser.open(path.as_uri())
         return path
 
     @abc.abstractmethod
-    def _page(self, source: bool) -> tuple[str, Html]:
+    def _page(self) -> tuple[str, Html]:
         """Return the title and the body of the page."""
 
     @abc.abstractmethod

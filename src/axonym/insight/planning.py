@@ -7,16 +7,15 @@ import heapq
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from ..core.errors import counted, describe_bytes
 from ..core.html import Html, Words, copyable, element, folded, joined, listed, stacked, table
 from ..distribution.mesh_axes import Axes
 from ._accounts import Meshes
 from ._searching import NEAR, PlannedMapping, Ranked, Search, TracedStep
+from ._tables import Column, rows_of
 from ._text import as_shown, described_seconds, markdown_table, parsed_bytes, written_number
 from .chips import Chip, Islands, islands_of
 from .cost_model import why_first
@@ -89,19 +88,24 @@ class MappingPlan(Page):
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
-        if self.best.verified is None:
-            notes.append("not compiled: by names alone" if self.best.by == "names" else "partitioned, not compiled")
+        notes.append("not compiled: by names alone" if self.best.by == "names" else "partitioned, not compiled")
         notes.append(
             f"all {counted(self.considered, 'combination')} of these were considered, of which {self.pruned} cannot "
             "be better, by their bounds"
         )
         notes.append("times are estimates, and `at least` and memory lower bounds: measure the first few")
-        header, *rows = self._table()
+        columns = self._columns(self._by_mapping(8))
         cautions, code = (f"caution: {c}" for c in self.cautions), textwrap.indent(self.best.code(), "    ")
-        parts = [self._title(), *cautions, markdown_table(header, rows), self.why(), code]
+        parts = [
+            self._title(),
+            *cautions,
+            markdown_table([c.title for c in columns], rows_of(columns)),
+            self.why(),
+            code,
+        ]
         return "\n\n".join([*filter(None, parts), "\n".join(f"- note: {n}" for n in notes)])
 
-    def _page(self, source: bool) -> tuple[str, Html]:
+    def _page(self) -> tuple[str, Html]:
         mappings = self._by_mapping()
         words = Words(list(dict.fromkeys(a for p in self.found for a in p.mesh)))
         best = self.best
@@ -111,7 +115,10 @@ class MappingPlan(Page):
             considered += f"; {self.not_fitting} need more than {describe_bytes(self.memory)}"
         most = max(p.estimate.seconds for p, _ in mappings[:_SHOWN])
         least = best.estimate.seconds
-        fitting = [_row(i + 1, p, others, most, least, words) for i, (p, others) in enumerate(mappings)]
+        cells = {c.title: c.cells for c in self._columns(mappings)}
+        numbers = zip(cells["about"], cells["at least"], cells["memory"], strict=True)
+        rows = enumerate(zip(mappings, numbers, strict=True))
+        fitting = [_row(i + 1, p, others, written, most, least, words) for i, ((p, others), written) in rows]
         terms = dict.fromkeys(name for p, _ in mappings for name, t in p.estimate.terms.items() if t)
         then = listed(["sending", *(name for name in terms if name not in _COMPUTING and " over " not in name)])
         header = ("", "mesh", "mapping", joined(["computing, then ", then]), "about", "at least", "memory")
@@ -166,29 +173,25 @@ class MappingPlan(Page):
             f"{counted(self.considered, 'mesh and mapping', 'meshes and mappings')}{large}"
         )
 
-    def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "about", "at least", "bottleneck", "sent", "memory", "flops",
-                  "source", "partitioner"]  # fmt: skip
-        chosen = any(p.choices for p in self.found)
-        if chosen:
-            header.insert(1, "choices")
-        rows = []
-        for p, others in self._by_mapping(8):
-            verified = "-"
-            if p.verified is not None:
-                true = p.verified.total_sent()
-                agrees, known = true == p.sent, "not known" if true is None else describe_bytes(true)
-                verified = "agrees" if agrees else f"sends {known}"
-            own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
-            flops = "not known" if p.flops is None else written_number(p.flops)
-            mesh = _listed(p.mesh, "=") + (f" (and {counted(others, 'other')})" if others else "")
-            memory = describe_bytes(p.memory) if p.peak is None else f"{describe_bytes(p.peak)}, compiled"
-            rows.append(
-                [mesh, *([_listed(p.choices, "=")] if chosen else []), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(as_shown(p.estimate.seconds)), described_seconds(p.seconds), p.bounds.bottleneck,
-                 describe_bytes(p.sent), memory, flops, p.by, verified]
-            )  # fmt: skip
-        return [header, *rows]
+    def _columns(self, mappings: Sequence[tuple[PlannedMapping, int]]) -> list[Column]:
+        """Return the table of some mappings, each on its best mesh."""
+        found = [p for p, _ in mappings]
+        own = [{n: over for n, over in p.storage.items() if p.compute.get(n) != over} for p in found]
+        others = [f" (and {counted(n, 'other')})" if n else "" for _, n in mappings]
+        columns = [
+            Column("mesh", [_listed(p.mesh, "=") + more for p, more in zip(found, others, strict=True)]),
+            Column("choices", [_listed(p.choices, "=") for p in found]),
+            Column("compute", [_listed(p.compute) for p in found]),
+            Column("and stored by", [_listed(stored) or "as used" for stored in own]),
+            Column("about", [described_seconds(as_shown(p.estimate.seconds)) for p in found]),
+            Column("at least", [described_seconds(p.seconds) for p in found]),
+            Column("bottleneck", [p.bounds.bottleneck for p in found]),
+            Column("sent", [describe_bytes(p.sent) for p in found]),
+            Column("memory", [describe_bytes(p.memory) for p in found]),
+            Column("flops", ["not known" if p.flops is None else written_number(p.flops) for p in found]),
+            Column("source", [p.by for p in found]),
+        ]
+        return [c for c in columns if c.title != "choices" or any(p.choices for p in self.found)]
 
 
 def plan(
@@ -199,7 +202,6 @@ def plan(
     chip: Chip | str = "v5p",
     memory: int | str | None = None,
     ask: int = 12,
-    verify: int = 3,
     choices: Mapping[str, Mapping[str, Any] | Sequence[Any]] | None = None,
 ) -> MappingPlan:
     """Search for the mesh and the mappings under which a training step fits into memory and takes the least time.
@@ -234,9 +236,6 @@ def plan(
         chip: the kind of chip, if `chips` is a number: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to partition the step for.
-        verify: how many of the best to explain by the partitioner too, if this process runs on a CPU that simulates
-            enough devices. Its figures order these; if other mappings then come first, as many of them are explained
-            too. The first is compiled to the end, and is not the first if it does not fit.
         choices: for each argument of the builder, its values, such as numbers or strings, or its values by keys to
             show. All combinations are traced, at most 64.
 
@@ -252,7 +251,7 @@ def plan(
     planner = _Planner(islands, islands.chip.memory if limit is None else limit)
     planner.add_all(fn, (model, *batch), choices or {})
     planner.ask(ask)
-    return planner.result(verify if jax.default_backend() == "cpu" and jax.device_count() >= islands.chips else 0)
+    return planner.result()
 
 
 _TIED = 1.02
@@ -354,8 +353,8 @@ class _Planner:
             asked = search.ask(self._limit, fitting[0].seconds if fitting else math.inf)
             self._asked += itertools.islice(asked, most - len(self._asked))
 
-    def result(self, verify: int) -> MappingPlan:
-        """Return the plan, of which the partitioner checks the first few."""
+    def result(self) -> MappingPlan:
+        """Return the plan."""
         fit = [r for r in self._rows if r.memory <= self._limit]
         large = [r for r in self._rows if r.memory > self._limit]
         kept = heapq.nsmallest(_MOST_KEPT, fit, key=lambda r: r.seconds)
@@ -377,22 +376,20 @@ class _Planner:
                 f"fits into {describe_bytes(self._limit)}{least}. "
                 + "; ".join(f"{what} was not considered: {why}" for what, why in left_out.items())
             )
-        doubts = list(self._verified(fitting, too_large, verify))
-        first, left_out = fitting[0], left_out | self._left_out
+        first = fitting[0]
         ruled_out = sum(search.ruled_out for search in self._searches.values())
         pruned = len(large) + ruled_out + sum(r.bound > first.estimate.seconds for r in fit)
-        not_fitting = len(large) + sum(p.peak is not None for p in too_large)
         considered = len(self._rows) + len(self._asked) - again + ruled_out
+        cautions = list[str]()
         if self._islands.chips > 1 and not first.compute:
-            doubts.insert(
-                0,
+            cautions.append(
                 f"the first one shards nothing: each of the {self._islands.chips} devices computes everything, which "
                 "takes less time than the others' communication. Plan with the sizes that you will train with, or use "
-                "fewer devices.",
+                "fewer devices."
             )
         return MappingPlan(
             self._search(first).trace.name, self._islands.chips, self._islands.chip, self._limit, tuple(fitting),
-            tuple(too_large), considered, len(self._asked), left_out, tuple(doubts), pruned, not_fitting,
+            tuple(too_large), considered, len(self._asked), left_out, tuple(cautions), pruned, len(large),
         )  # fmt: skip
 
     def _search(self, p: PlannedMapping) -> Search:
@@ -404,55 +401,6 @@ class _Planner:
         within = (p for p in ordered if p.estimate.seconds <= NEAR * ordered[0].estimate.seconds)
         first = next((p for p in within if not self._search(p).divides_model(p.compute, p.mesh)), None)
         return ordered if first is None else sorted(ordered, key=lambda p: p is not first)
-
-    def _verified(self, fitting: list[PlannedMapping], too_large: list[PlannedMapping], verify: int) -> Iterator[str]:
-        """Explain the first few by the partitioner, and compile the first, in place; yield doubts."""
-        if not verify:
-            return
-        self._partition(fitting, verify)
-        for _ in range(verify):
-            if fitting[0].verified is None:  # the mappings before it turned out to take longer
-                self._partition(fitting, 1)
-                continue
-            fitting[0] = first = self._compiled(fitting[0])
-            if first.peak is None or first.peak <= self._limit or len(fitting) == 1:
-                break
-            too_large.append(fitting.pop(0))
-        peak = fitting[0].peak
-        if peak is not None and peak > self._limit:
-            yield f"the first one needs {describe_bytes(peak)}, as compiled; by the bytes known, it seemed to fit."
-
-    def _partition(self, fitting: list[PlannedMapping], most: int) -> None:
-        """Explain the first few by the partitioner, in place, and order all; leave out what the step refuses.
-
-        Of mappings that differ in choices alone, one is enough if names tell what it sends.
-        """
-        checked: list[PlannedMapping] = []
-        while fitting and len(checked) < most:
-            p = fitting.pop(0)
-            same = (q for q in checked if (q.mesh, q.mapping) == (p.mesh, p.mapping) and q.verified is not None)
-            try:
-                known = any(q.verified is not None and q.verified.total_sent() == q.sent for q in same)
-                checked.append(p if known else self._partitioned(p))
-            except (TypeError, ValueError) as e:  # such as a batch that microbatches do not divide
-                if not fitting and not checked:
-                    raise
-                self._left_out[_what(p)] = f"{e}".partition("\n")[0]
-        fitting[:] = self._ordered((*checked, *fitting))
-
-    def _partitioned(self, p: PlannedMapping) -> PlannedMapping:
-        """Explain a mapping by the partitioner; its exchanges are the ones of the estimate."""
-        report = self._search(p).explained(p, "partitioner")
-        if report.total_sent() == p.sent:
-            return dataclasses.replace(p, verified=report)
-        found = self._search(p).estimated(p, report)
-        return dataclasses.replace(p, bounds=found.bounds, verified=report, estimate=found.estimate)
-
-    def _compiled(self, p: PlannedMapping) -> PlannedMapping:
-        """Compile a mapping to the end, which tells its memory."""
-        memory = self._search(p).explained(p, "compiled").memory
-        assert memory is not None, "it is compiled"
-        return dataclasses.replace(p, peak=max(memory.arguments, memory.results) + memory.temporaries)
 
 
 # --- writing ---
@@ -474,16 +422,16 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 # --- the page ---
 
 
-def _row(number: int, p: PlannedMapping, others: int, most: float, least: float, words: Words) -> Sequence[Html | str]:
+def _row(
+    number: int, p: PlannedMapping, others: int, written: Sequence[str], most: float, least: float, words: Words
+) -> Sequence[Html | str]:
     stored = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
     mapping = [words.entries(p.compute)] if any(p.compute.values()) else [joined(["nothing is sharded"])]
     if stored:
         mapping.append(joined([element("span", "stored by ", class_="soft"), words.entries(stored)]))
     mapping += [joined([element("span", f"{name} ", class_="soft"), str(value)]) for name, value in p.choices.items()]
     more = element("small", f" and {counted(others, 'other mesh', 'other meshes')}") if others else None
-    seconds = map(described_seconds, (as_shown(p.estimate.seconds), p.seconds))
-    memory = describe_bytes(p.memory if p.peak is None else p.peak)
-    numbers = [element("span", text, class_="num") for text in (*seconds, memory)]
+    numbers = [element("span", text, class_="num") for text in written]
     if number > 1 and p.estimate.seconds <= _TIED * least:
         numbers[0] = joined([numbers[0], element("small", " a tie, within 2%")])
     # The time to compute, and after it the times to send, in the color of the mesh axes, to wait and to offload.

@@ -11,6 +11,7 @@ from ..core.errors import counted, describe_bytes
 from ..core.html import Html
 from ._figures import Figures, total_sent
 from ._report_page import report_page
+from ._tables import held_columns, rows_of
 from ._text import aligned, described_axes, described_mesh, described_seconds, phase_of, written_number
 from .page import Page
 from .records import (
@@ -84,8 +85,8 @@ class Report(Figures, Page):
         parts.append("\n".join(f"- {line}" for line in (*self._figures(), *(f"note: {n}" for n in self.notes))))
         return "\n\n".join(parts)
 
-    def _page(self, source: bool) -> tuple[str, Html]:
-        return report_page(self, [*self._figures()], source)
+    def _page(self) -> tuple[str, Html]:
+        return report_page(self, [*self._figures()])
 
     def _headline(self) -> tuple[str, str]:
         return self.verdict.binds, self.verdict.explanation
@@ -120,13 +121,7 @@ class Report(Figures, Page):
             again = {"": "", "recomputed": ", where the backward pass computes again"}
             title = f"at the peak{again.get(phase, f', in the {phase} pass')}"
             arguments = sum(h.bytes for h in timeline.at_peak) - sum(h.bytes for h in others)
-            rows = [("arguments", describe_bytes(arguments), "-", "-", "-")]
-            for h in others[:_SHOWN]:
-                size = f"{f'{h.count} x ' if h.count > 1 else ''}{describe_bytes(h.bytes // h.count)}"
-                rows.append((h.array, size, phase_of(h.phase), str(h.source or "-"), h.operation))
-            if left := others[_SHOWN:]:
-                size = describe_bytes(sum(h.bytes for h in left))
-                rows.append((counted(sum(h.count for h in left), "smaller one"), size, "-", "-", "-"))
+            rows = rows_of(held_columns(others, timeline.peak, arguments))
             yield f"{title}: each device holds about {describe_bytes(timeline.peak)}", aligned(rows)
 
     def _figures(self) -> Iterable[str]:
