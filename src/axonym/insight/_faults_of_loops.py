@@ -38,7 +38,7 @@ def same_in_turns(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             if own is not None and 2 ** len(own) < times:
                 found.append((op, 2 ** len(own)))
         share = sum(op.flops * (1 - values / times) for op, values in found) / total
-        if share >= LEAST:
+        if share >= 2 * LEAST:  # what a loop looks at in each turn, such as keys of a text, is often small
             line = _line_in_body(loop, [op for op, _ in found])
             yield AvoidableWork("turns", None, line, share, (max(n for _, n in found), times))
 
@@ -117,8 +117,12 @@ def apart_from_state(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         # A loop over microbatches or layers is meant: it carries sums, or what the layers have in common.
         recurs = any(state & {*op.operands} and _has_constant(op, loop) for op in products)
         trained = 3 if any(p.phase == "forward" for p in given) else 1
-        if recurs and (share := trained * share_of(given, total)) >= LEAST:
+        if recurs and (loop.times or 0) >= _MANY and (share := trained * share_of(given, total)) >= LEAST:
             yield AvoidableWork("apart", None, _line_in_body(loop, given), share, (1, loop.times or 0))
+
+
+_MANY = 16
+"""The number of turns from which each has so little to multiply that reading parameters takes longer."""
 
 
 def _has_constant(op: TracedOperation, loop: TracedLoop) -> bool:

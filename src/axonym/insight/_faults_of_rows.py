@@ -266,17 +266,24 @@ _SLOWER = 16
 
 
 def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
-    """Find sums over an axis of elementwise products that are larger than what they are made of."""
+    """Find sums over an axis of products, or squared differences, that are larger than what they are made of."""
+    held = sum(bytes_of(x) for x in step.arguments)
     for op in step.operations:
-        if op.name != "reduce_sum" or op.phase not in ("forward", "") or not (maker := _before(op.operands[0])):
+        maker = _before(op.operands[0]) if op.name == "reduce_sum" else None
+        if maker is None or len(maker.results[0].users) > (1 if maker.flops else 2):
             continue
-        if maker.name != "mul" or len(maker.results[0].users) > 2:
+        if maker.name in ("square", "integer_pow") and (before := _before(maker.operands[0])) and before.name == "sub":
+            maker = before
+        elif maker.name not in ("mul", "dot_general"):
             continue
         size = math.prod(maker.results[0].shape)
-        given = [math.prod(origin(x).shape) for x in maker.operands]
+        given = max(math.prod(origin(x).shape) for x in maker.operands)
         count = _SLOWER * 2 * size * maker.runs * maker.copies * float(maker.share)
-        if max(given) * 4 <= size and (share := count / (count + total)) >= LEAST:
-            yield AvoidableWork("sum of products", None, op.source, share, (max(given), size))
+        share = count / (count + total)
+        if maker.flops:  # such as gradients of each example, which only take memory
+            share = bytes_of(maker.results[0]) / (bytes_of(maker.results[0]) + held)
+        if given * 4 <= size and share >= (WIDE if maker.flops else LEAST):
+            yield AvoidableWork("sum of products", None, op.source, share, (given, size))
 
 
 def _before(x: TracedArray) -> TracedOperation | None:
