@@ -551,6 +551,33 @@ def test_shardings_of_an_explicit_mesh_inside_a_function_are_left_out(explicit_m
     assert any("pass `reference=`" in note for note in raised.value.__notes__)
 
 
+def test_what_shard_map_returns_can_still_be_called(auto_mesh: Mesh) -> None:
+    """It keeps the mesh of its first call, which is not the one device."""
+    specs: Any = {"in_specs": P("data"), "out_specs": P()}
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "data"), **specs)
+    with jax.set_mesh(auto_mesh):
+        x = jax.device_put(X.array, P("data"))
+        with pytest.raises(ValueError, match="should match the mesh passed to shard_map") as raised:
+            check_shard_invariance(mapped, x)
+        assert any("call `jax.shard_map` in it" in note for note in raised.value.__notes__)
+        found = mapped(x)
+        np.testing.assert_allclose(found, X.array.reshape(4, 2, 16).sum(0), rtol=1e-6)
+
+        def total(x: jax.Array) -> jax.Array:
+            return jax.shard_map(lambda x: jax.lax.psum(x.sum(0), "data"), **specs)(x)
+
+        assert check_shard_invariance(total, x).compared == 1
+
+
+def test_refusals_are_described() -> None:
+    def rows_only(x: axn.NamedArray, w: axn.NamedArray) -> axn.NamedArray:
+        return axn.shard_map(lambda x, w: axn.dot(x, w, axis="embed"))(x, w)
+
+    result = check_shard_invariance(rows_only, X, W, draws=40, seed=1)
+    assert result.compared and any(r"results: the " in m for m in result.refusals.values())
+    assert all(re.search(r"\w[^:]*$", message) for message in result.refusals.values())
+
+
 def test_one_mapping_on_the_active_mesh(auto_mesh: Mesh) -> None:
     seen: set[str] = set()
 

@@ -180,7 +180,6 @@ from .ops.segments import (
     segment_max as segment_max,
     segment_mean as segment_mean,
     segment_min as segment_min,
-    segment_prod as segment_prod,
     segment_sum as segment_sum,
 )
 from .ops.selection import (
@@ -200,7 +199,6 @@ from .ops.shaping import (
 )
 from .ops.signal import (
     convolve as convolve,
-    correlate as correlate,
 )
 from .ops.sorting import (
     argsort as argsort,

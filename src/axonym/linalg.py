@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ __all__ = [
     "slogdet",
     "solve",
     "svd",
+    "svdvals",
     "tridiagonal_solve",
 ]
 
@@ -209,6 +210,7 @@ eigh: _Decomposition[_Two] = _make_function(jnp.linalg.eigh, _EIGENVECTORS, "Com
 eigvalsh: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvalsh, _EIGENVALUES, "Compute the ascending eigenvalues of symmetric or Hermitian matrices.", _DIAGONAL, "float32[k=2], [2. 3.]")
 eig: _Decomposition[_Two] = _make_function(jnp.linalg.eig, _EIGENVECTORS, "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]", "complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]")
 eigvals: _Decomposition[NamedArray] = _make_function(jnp.linalg.eigvals, _EIGENVALUES, "Compute the eigenvalues of square matrices, which are complex.", _DIAGONAL, "complex64[k=2], [3.+0.j 2.+0.j]")
+svdvals: _Decomposition[NamedArray] = _make_function(jnp.linalg.svdvals, _Form((("new",),), transposes=True), "Compute the descending singular values of matrices of any shape.", "[[0., 3., 0.], [2., 0., 0.]]", "float32[k=2], [3. 2.]")
 # fmt: on
 
 
@@ -228,38 +230,23 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
     return _apply_to_matrices(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
 
 
-@overload
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[True] = True
-) -> tuple[NamedArray, NamedArray, NamedArray]: ...
-@overload
-def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[False]) -> NamedArray: ...
-@overload
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool
-) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]: ...
 @errors.say_how_to_call
-def svd(
-    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True
-) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]:
+def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray, NamedArray]:
     """Compute the reduced singular value decomposition.
 
     Return U with the axes (row, new), the singular values along new in descending order, and the conjugate of V with
-    the axes (new, col): the product of the three over `new_axis` is `a`.
+    the axes (new, col): the product of the three over `new_axis` is `a`. `svdvals` returns the singular values alone.
 
     Arguments:
         new_axis: the axis of the singular values, whose size is the smaller one of row and col.
-        compute_uv: False for the singular values alone.
 
     >>> a = axn.named([[0., 3., 0.], [2., 0., 0.]], ("i", "j"))
     >>> u, s, vh = axn.linalg.svd(a, ("i", "j"), "k")
     >>> u.shape, s, vh.shape
     ({'i': 2, 'k': 2}, NamedArray(float32[k=2], [3. 2.]), {'k': 2, 'j': 3})
     """
-    if compute_uv:
-        form = _Form((("row", "new"), ("new",), ("new", "col")))
-        return _apply_to_matrices(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
-    return _apply_to_matrices(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
+    form = _Form((("row", "new"), ("new",), ("new", "col")))
+    return _apply_to_matrices(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
 
 
 # --- systems of equations ---

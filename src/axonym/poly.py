@@ -8,7 +8,6 @@ Raw arrays, lists and numbers are polynomials too; if no operand has a name, the
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -74,7 +73,7 @@ def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
     positional, whole = lambda *arrays: fn(*arrays, *static), {n: "whole" for names in in_names for n in names}
-    by_products = functools.partial(convolve_by_products, jnp.convolve) if fn is jnp.polymul else None
+    by_products = convolve_by_products if fn is jnp.polymul else None
     return _kernels.make_kernel(
         name, positional, in_names, out_names, whole, on_auto="replicated", by_products=by_products
     )

@@ -171,11 +171,10 @@ DECOMPOSITIONS = [
         atol=1e-4,
     ),
     Case(
-        "linalg.svd",
+        "linalg.svdvals",
         (WIDE,),
-        lambda a: la.svd(a, PT, axn.Axis("new", 4), compute_uv=False),
+        lambda a: la.svdvals(a, PT, axn.Axis("new", 4)),
         lambda a: jnp.linalg.svdvals(a),
-        "values",
         names=("heads", "new"),
         rtol=1e-4,
         atol=1e-4,

@@ -54,7 +54,6 @@ def _cases(name: str, empty: float, reduce: Callable[..., Any]) -> list[Case]:
 CASES = [
     *_cases("segment_sum", 0.0, jnp.sum),
     *_cases("segment_mean", np.nan, _mean),
-    *_cases("segment_prod", 1.0, jnp.prod),
     *_cases("segment_max", -np.inf, jnp.max),
     *_cases("segment_min", np.inf, jnp.min),
 ]

@@ -55,7 +55,7 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 def test_numbers_out_of_range(wrong: int) -> None:
     """An error outside jit, also in a gradient there; in jit they belong to no segment, as -1 does everywhere."""
     s = axn.where(S == 3, wrong, S)
-    every: list[Any] = [axn.segment_sum, axn.segment_mean, axn.segment_prod, axn.segment_max, axn.segment_min]
+    every: list[Any] = [axn.segment_sum, axn.segment_mean, axn.segment_max, axn.segment_min]
     for reduce in every:
         message = rf"^{reduce.__name__}: {wrong} out of range for axis 'node' of size 8: a segment lies in 0..7. -1"
         with pytest.raises(IndexError, match=message):
@@ -76,22 +76,6 @@ def test_small_dtypes_do_not_overflow() -> None:
         )
         assert total.dtype == axn.sum(ones).dtype and total.tolist() == [1000] and mean.tolist() == [1]
     assert axn.segment_max(axn.named([True, False], "edge"), S["edge", :2], NODE).dtype == bool
-
-
-@pytest.mark.parametrize("values", [[2.0, 3.0, 4.0, 5.0], [0.0, 3.0, 4.0, 5.0], [0.0, 0.0, 4.0, 0.0]])
-def test_the_gradient_of_a_product(values: list[float]) -> None:
-    """Also where elements are zero, and in both modes."""
-    x, s = axn.named(jnp.array(values), "edge"), axn.named(np.array([1, 1, 0, 1]), "edge")
-
-    def products(x: axn.NamedArray) -> jax.Array:
-        return axn.segment_prod(x, s, axn.Axis("node", 3)).array
-
-    expected = np.zeros((3, 4), np.float32)
-    expected[0, 2] = 1
-    for i in (0, 1, 3):
-        expected[1, i] = np.prod([values[j] for j in (0, 1, 3) if j != i])
-    for mode in (jax.jacrev, jax.jacfwd):
-        np.testing.assert_allclose(jax.jit(mode(products))(x).array, expected)
 
 
 def _collectives(fn: Any, *args: Any) -> list[tuple[str, str]]:

@@ -29,14 +29,14 @@ W = axn.ones({"xyz": 3})
         (lambda: axn.convolve(A, V, axn.Axis("t", 3)), ValueError, r"^convolve: axis 't' .*: 5 in the array, 3 in the"),
         (lambda: axn.convolve(A, V, "t", "round"), ValueError, r"mode"),
         (
-            lambda: axn.correlate(A, axn.ones({"t": 3, "batch": 3}), "t"),
+            lambda: axn.convolve(A, axn.ones({"t": 3, "batch": 3}), "t"),
             ValueError,
-            r"^correlate: axis 'batch' has conflicting sizes: 2 in operand 0, 3 in operand 1",
+            r"^convolve: axis 'batch' has conflicting sizes: 2 in operand 0, 3 in operand 1",
         ),
         (
-            lambda: untyped.correlate(A, jnp.ones(3), "t"),
+            lambda: untyped.convolve(A, jnp.ones(3), "t"),
             TypeError,
-            r"^correlate: expected a NamedArray, got ArrayImpl",
+            r"^convolve: expected a NamedArray, got ArrayImpl",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_each_device_convolves_its_elements_of_an_axis_that_is_mapped_over(other
     mapping = {"batch": "data", "channel": "model"}
 
     def one(a: axn.NamedArray, v: axn.NamedArray) -> Any:
-        along = axn.convolve(a, v, "t"), axn.correlate(a, v, "t", "same"), axn.correlate(v, a, "t", "valid")
+        along = axn.convolve(a, v, "t"), axn.convolve(a, v, "t", "same"), axn.convolve(v, a, "t", "valid")
         return *along, axn.vmap(poly.polymul, "channel")(a, v)
 
     def values_and_gradients(a: axn.NamedArray, v: axn.NamedArray) -> Any:

@@ -10,11 +10,11 @@ from . import errors
 MAY_CHANGE = frozenset(
     """
     Coordinates Labelled MeshAxis NamedRef all_gather all_to_all array_equiv axis_index axis_offset bitwise_count
-    convolve correlate custom_partitioning debug divmod exp2 fabs float_power fmod freeze frexp from_dlpack from_xarray
+    convolve custom_partitioning debug divmod exp2 fabs float_power fmod freeze frexp from_dlpack from_xarray
     geomspace get groups i0 in_context insight interp iscomplex isneginf isposinf isreal lint_mapping logaddexp2
     logspace manual map_overlap named_array names nanargmax nanargmin nancumprod nancumsum nanprod nanvar new_ref
     nextafter ops optim packbits partitioned pmax pmean pmin poly ppermute precision psum psum_scatter ptp pvary
-    quantization ref regrid remap rint rolling schedules segment_max segment_mean segment_min segment_prod segment_sum
+    quantization ref regrid remap rint rolling schedules segment_max segment_mean segment_min segment_sum
     shift signbit sinc stencil swap testing to_xarray transfer tree_checkpoint_name trunc unpackbits updated_slice
     vander
     """.split()

@@ -149,8 +149,7 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
     partitioned = custom_partitioning(lambda *xs: unsharded(*xs))
     # JAX would decode shardings too, and raise for those that are not entries.
     partitioned.def_partition(partition=partition, sharding_rule=for_shardy(rule), decode_shardings=False)
-    # The scope tells `axonym.insight.verify` which operation it is.
-    mappable = jax.custom_batching.custom_vmap(jax.named_scope(operation.what)(lambda *xs: partitioned(*xs)))
+    mappable = jax.custom_batching.custom_vmap(lambda *xs: partitioned(*xs))
 
     @mappable.def_vmap
     def mapped(size: int, batched: Sequence[bool], *xs: Any) -> tuple[Arrays, Arrays]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,35 +21,21 @@ from ..distribution.mesh_axes import axes_of_type, current_mesh
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from ..ops import _kernels
-from ..ops._operands import check_new_axis, extreme, one_axis, operand, private, replaced, require_subset
+from ..ops._operands import check_new_axis, extreme, one_axis, operand, private, replaced, require_named, require_subset
 from .decorator import Partitioned, partitioned
 
 _WHAT = "top_k"
 
 
-@overload
 def top_k(
     array: NamedArray,
     axis: AxisSelector,
-    k: int | NamedOrNumeric,
+    k: NamedOrNumeric,
     new_axis: AxisSelector | None = None,
     *,
     max_k: int | None = None,
     replacement: NamedOrNumeric | None = None,
-) -> tuple[NamedArray, NamedArray]: ...
-@overload
-def top_k(
-    array: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
-) -> tuple[jax.Array, jax.Array]: ...
-def top_k(
-    array: Any,
-    axis: AxisSelector | Any,
-    k: Any,
-    new_axis: AxisSelector | None = None,
-    *,
-    max_k: int | None = None,
-    replacement: Any = None,
-) -> Any:
+) -> tuple[NamedArray, NamedArray]:
     """Find the largest elements along an axis, the largest first, and their positions.
 
     The axis may be sharded: each device finds `k` candidates in its shard, and only these, with their positions, move.
@@ -61,8 +47,7 @@ def top_k(
     positions of the next elements, so that they are valid.
 
     Arguments:
-        array: a named array, or a raw array.
-        axis: the axis to search; its position in a raw array.
+        axis: the axis to search.
         k: how many elements to find; with `max_k`, also an array or a traced number.
         new_axis: the axis in the result; by default it keeps its name.
         max_k: the upper bound of `k`.
@@ -77,8 +62,7 @@ def top_k(
      [5. 0.]] [[0 2]
      [1 2]]
     """
-    if not isinstance(array, NamedArray):
-        return _of_raw(array, axis, k, new_axis, max_k, replacement)
+    require_named(_WHAT, array)
     along = one_axis(_WHAT, "axis", resolve_axes(array.names, jnp.shape(array.array), axis, _WHAT))
     count = number_of_candidates(_WHAT, "k", k, max_k, along)
     new = along.name if new_axis is None else new_axis
@@ -95,29 +79,6 @@ def top_k(
         require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
     kernel = _top_k_kernel(array.names, along.name, count, name_of(new), k_names, r_names)
     return kernel.apply(array.array, k_array, r_array)
-
-
-def _of_raw(
-    array: Any, axis: Any, k: Any, new_axis: Any, max_k: int | None, replacement: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Find the largest elements of a raw array, whose axes are named by their positions."""
-    x = jnp.asarray(array)
-    if isinstance(axis, (str, Axis)) or new_axis is not None:
-        raise TypeError(
-            f"{_WHAT}: {type(array).__name__} has no axis names, so the axis is given by its position, and cannot be "
-            "renamed. Name its axes with axonym.named(array, axes)."
-        )
-    names = tuple(f"dimension {i}" for i in range(x.ndim))
-    if not -x.ndim <= (position := operator.index(axis)) < x.ndim:
-        raise ValueError(f"{_WHAT}: no axis {axis} in an array of shape {x.shape}.")
-    batch = tuple(n for n in names if n != names[position])
-
-    def named(limit: Any) -> Any:
-        return limit if np.ndim(limit) == 0 else NamedArray(jnp.asarray(limit), batch)
-
-    given = None if replacement is None else named(replacement)
-    values, places = top_k(wrap(x, names), names[position], named(k), max_k=max_k, replacement=given)
-    return values.array, places.array
 
 
 def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, axis: Axis) -> int:

@@ -100,7 +100,7 @@ def map_overlap(
 ) -> Callable[..., Any]:
     """Return a function of fields that calls `fn` with the shard of each field and a halo around it.
 
-    Use it for whatever works on neighbors and is no sum over a few of them, such as correlations and look-ups. What
+    Use it for whatever works on neighbors and is no sum over a few of them, such as convolutions and look-ups. What
     `fn` returns has every axis of `depth`, either without halo, or with it: then it is cut off.
 
     On several devices, each axis that is sharded comes with another one that counts the shards, and `fn` must treat
@@ -112,7 +112,7 @@ def map_overlap(
         depth: how many elements the halo has along each axis, before and after the shard; one number is for both.
         boundary: the values beyond the ends of these axes, as for `stencil`.
 
-    >>> blurred = axn.map_overlap(lambda u: axn.correlate(u, kernel, "x", mode="valid"), {"x": 1}, {"x": "edge"})
+    >>> blurred = axn.map_overlap(lambda u: axn.convolve(u, kernel, "x", mode="valid"), {"x": 1}, {"x": "edge"})
     >>> kernel = axn.named([0.25, 0.5, 0.25], "x")
     >>> blurred(axn.named([0.0, 4.0, 8.0, 8.0], "x"))
     NamedArray(float32[x=4], [1. 4. 7. 8.])

@@ -83,7 +83,6 @@ def _mean_of_segments(what: str, array: Any, segments: Any, new_axis: Axis, axis
 # fmt: off
 segment_sum = _make_segment_reduction("segment_sum", _reduce_segments, "Add up the elements of each segment. The sum of a segment without elements is zero.", "[4. 0. 2.]")
 segment_mean = _make_segment_reduction("segment_mean", _mean_of_segments, "Compute the mean of the elements of each segment, zero if it has none.", "[2. 0. 2.]")
-segment_prod = _make_segment_reduction("segment_prod", _reduce_segments, "Multiply the elements of each segment; a segment without elements gives one.\n\n    It can be differentiated, a second time only where no element is zero.", "[3. 1. 2.]")
 segment_max = _make_segment_reduction("segment_max", _reduce_segments, "Return the largest element of each segment.\n\n    A segment without elements gives the least value of the dtype: minus infinity for floats.", "[  3. -inf   2.]")
 segment_min = _make_segment_reduction("segment_min", _reduce_segments, "Return the smallest element of each segment.\n\n    A segment without elements gives the greatest value of the dtype: infinity for floats.", "[ 1. inf  2.]")
 # fmt: on
@@ -140,39 +139,9 @@ def _accumulated(
     return scatter(jnp.full(shape, start, x.dtype), numbers, x, **how).astype(kind)
 
 
-def _multiply(start: jax.Array, numbers: jax.Array, x: jax.Array, **how: Any) -> jax.Array:
-    """Multiply onto ones, with a gradient also where several elements meet, which `jax.lax.scatter_mul` lacks."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jax.lax.scatter_mul(start, numbers, x, **how)
-
-    @jax.custom_jvp
-    def product(x: jax.Array, numbers: jax.Array) -> jax.Array:
-        return jax.lax.scatter_mul(jnp.ones(start.shape, start.dtype), numbers, x, **how)
-
-    @product.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        x, numbers = primals
-
-        def add(x: jax.Array) -> jax.Array:
-            return jax.lax.scatter_add(jnp.zeros(start.shape, start.dtype), numbers, x, **how)
-
-        def of_segment(y: jax.Array) -> jax.Array:
-            return jax.vjp(add, x)[1](y)[0]
-
-        zero = x == 0
-        others, zeros = jnp.where(zero, 1, x), add(zero.astype(x.dtype))
-        whole = product(others, numbers)
-        # The product of the other elements of a segment is zero if one of them is.
-        others = jnp.where(of_segment(zeros) == zero.astype(x.dtype), of_segment(whole) / others, 0)
-        return jnp.where(zeros == 0, whole, 0), add(others * tangents[0])
-
-    return product(x, numbers)
-
-
 _SCATTER: dict[str, Callable[..., Any]] = {
     "sum": functools.partial(_accumulated, jax.lax.scatter_add, jnp.sum, 0),
     "mean": functools.partial(_accumulated, jax.lax.scatter_add, jnp.sum, 0),
-    "prod": functools.partial(_accumulated, _multiply, jnp.prod, 1),
     "max": functools.partial(_extreme, jax.lax.scatter_max, False),
     "min": functools.partial(_extreme, jax.lax.scatter_min, True),
 }

@@ -1,9 +1,8 @@
-"""Convolve and correlate along an axis."""
+"""Convolve along an axis."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,65 +14,13 @@ from . import _kernels
 from ._operands import private, require_named
 
 
-@_kernels.shared("a_names", "v_names", "axis")
-def _convolution_kernel(
-    fn: Callable[..., Any], what: str, a_names: Names, v_names: Names, axis: AxisSelector, mode: str, precision: Any
-) -> _kernels.Kernel:
-    chosen = _kernels.select_one(what, a_names, axis)
-    _kernels.select_one(what, v_names, chosen, operand=1)
-    out_names = a_names + tuple(n for n in v_names if n not in a_names)
-    batch = names_without(out_names, chosen)
-    positional, by_products = (
-        _kernels.map_over(one, batch, (a_names, v_names), out_names)
-        for one in (
-            functools.partial(fn, mode=mode, precision=precision),
-            functools.partial(convolve_by_products, fn, mode=mode),
-        )
-    )
-    (along_v,) = private("`v`", (chosen,))  # it must not be matched: its size differs
-    in_names = (a_names, tuple(along_v if n == chosen else n for n in v_names))
-    whole = dict.fromkeys((chosen, along_v), "whole")
-    return _kernels.make_kernel(
-        what, positional, in_names, out_names, whole, selection=axis, on_auto="replicated", by_products=by_products
-    )
-
-
-def _convolve_along(
-    fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any
-) -> NamedArray:
-    require_named(what, a), require_named(what, v)
-    kernel = _convolution_kernel(fn, what, a.names, v.names, _kernels.one_selector(what, axis), mode, precision)
-    return kernel.apply(a.array, v.array)
-
-
-def convolve_by_products(fn: Callable[..., Any], a: jax.Array, v: jax.Array, mode: str = "full") -> jax.Array:
-    """Apply `jnp.convolve` or `jnp.correlate` to vectors as a sum of products, one for each element of the shorter one.
-
-    In a loop, since they can be long; `_along` in `axonym.ops._kernels` says where it is needed.
-    """
-    wanted = jax.eval_shape(functools.partial(fn, mode=mode), a, v)
-    dtype = jnp.promote_types(wanted.dtype, jnp.float32)  # a convolution, too, sums small dtypes in float32
-    correlates, swapped = fn is jnp.correlate, a.shape[0] < v.shape[0]
-    operands = a.astype(dtype), (jnp.conj(jnp.flip(v)) if correlates else v).astype(dtype)
-    short, long = sorted(operands, key=jnp.size)
-    last, size = short.shape[0] - 1, long.shape[0] + short.shape[0] - 1
-    long = jnp.pad(long, last)
-
-    def add(total, i):
-        return total + short[i] * jax.lax.dynamic_slice(long, (last - i,), (size,)), None
-
-    total = jax.lax.scan(jax.checkpoint(add), jnp.zeros(size, dtype), jnp.arange(last + 1))[0]
-    start = (size - wanted.shape[0] + (correlates and swapped)) // 2
-    return total[start : start + wanted.shape[0]].astype(wanted.dtype)
-
-
 def convolve(
     a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: jax.lax.PrecisionLike = None
 ) -> NamedArray:
     """Compute the convolution of two arrays along an axis.
 
     Axes that the operands share are matched; the operands broadcast along the others. The result has the axes of `a`,
-    then the axes that only `v` has.
+    then the axes that only `v` has. The correlation with `v` is the convolution with `axn.conj(axn.flip(v, axis))`.
 
     Arguments:
         v: a named array; its axis may have another size.
@@ -84,15 +31,49 @@ def convolve(
     >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
     NamedArray(float32[t=4], [ 1. 12. 23. 30.])
     """
-    return _convolve_along(jnp.convolve, "convolve", a, v, axis, mode, precision)
+    require_named("convolve", a), require_named("convolve", v)
+    kernel = _convolution_kernel(a.names, v.names, _kernels.one_selector("convolve", axis), mode, precision)
+    return kernel.apply(a.array, v.array)
 
 
-def correlate(
-    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: jax.lax.PrecisionLike = None
-) -> NamedArray:
-    """Compute the correlation of two arrays along an axis. The arguments and the axes are as for `convolve`.
+@_kernels.shared("a_names", "v_names", "axis")
+def _convolution_kernel(
+    a_names: Names, v_names: Names, axis: AxisSelector, mode: str, precision: Any
+) -> _kernels.Kernel:
+    what = "convolve"
+    chosen = _kernels.select_one(what, a_names, axis)
+    _kernels.select_one(what, v_names, chosen, operand=1)
+    out_names = a_names + tuple(n for n in v_names if n not in a_names)
+    batch = names_without(out_names, chosen)
+    positional, by_products = (
+        _kernels.map_over(one, batch, (a_names, v_names), out_names)
+        for one in (
+            functools.partial(jnp.convolve, mode=mode, precision=precision),
+            functools.partial(convolve_by_products, mode=mode),
+        )
+    )
+    (along_v,) = private("`v`", (chosen,))  # it must not be matched: its size differs
+    in_names = (a_names, tuple(along_v if n == chosen else n for n in v_names))
+    whole = dict.fromkeys((chosen, along_v), "whole")
+    return _kernels.make_kernel(
+        what, positional, in_names, out_names, whole, selection=axis, on_auto="replicated", by_products=by_products
+    )
 
-    >>> axn.correlate(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
-    NamedArray(float32[t=4], [10. 21. 32. 3.])
+
+def convolve_by_products(a: jax.Array, v: jax.Array, mode: str = "full") -> jax.Array:
+    """Convolve vectors as a sum of products, one for each element of the shorter one.
+
+    In a loop, since they can be long; `_along` in `axonym.ops._kernels` says where it is needed.
     """
-    return _convolve_along(jnp.correlate, "correlate", a, v, axis, mode, precision)
+    wanted = jax.eval_shape(functools.partial(jnp.convolve, mode=mode), a, v)
+    dtype = jnp.promote_types(wanted.dtype, jnp.float32)  # a convolution, too, sums small dtypes in float32
+    short, long = sorted((a.astype(dtype), v.astype(dtype)), key=jnp.size)
+    last, size = short.shape[0] - 1, long.shape[0] + short.shape[0] - 1
+    long = jnp.pad(long, last)
+
+    def add(total, i):
+        return total + short[i] * jax.lax.dynamic_slice(long, (last - i,), (size,)), None
+
+    total = jax.lax.scan(jax.checkpoint(add), jnp.zeros(size, dtype), jnp.arange(last + 1))[0]
+    start = (size - wanted.shape[0]) // 2
+    return total[start : start + wanted.shape[0]].astype(wanted.dtype)

@@ -136,14 +136,14 @@ def check_shard_invariance(
             "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
         )
     alone = [placed.on_one_device()] if isinstance(placed, AsPlaced) else on_one_device(draw, mesh_axes, draws)
-    check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals)
+    check = _Check(fn, with_values(args), reference or fn, gradients, rtol, refusals, placed)
     try:
-        check.expect(alone, placed)
+        check.expect(alone)
     except _NotANumber:
         if not any(map(is_abstract, jax.tree.leaves(args))):
             raise
-        check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals)
-        check.expect(alone, placed)
+        check = _Check(fn, with_values(args, simple=True), reference or fn, gradients, rtol, refusals, placed)
+        check.expect(alone)
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(meshes_of_several(mesh_axes), draws):
         try:
@@ -209,7 +209,11 @@ class _Check:
         gradients: bool,
         rtol: float | None,
         refusals: str | None,
+        placed: AnyPlacement | None,
     ):
+        """Arguments:
+        placed: the placement to compare under, if it is the only one.
+        """
         self._fn, self._args, self._reference, self._rtol, self._refusals = fn, args, reference, rtol, refusals
         arrays, self._spec = flatten_arrays(args, named=False)
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
@@ -222,25 +226,27 @@ class _Check:
         self.own_precision: dict[str, Any] = {}
         self.ill_conditioned: set[str] = set()
         self._movements: dict[float, Sequence[np.ndarray]] = {}
+        self._placed, self._traced = placed, None
+        if placed is not None:
+            # Before it runs on one device, since what `jax.shard_map` returns keeps the mesh of its first call. An
+            # error is raised, or is a refusal, where it runs.
+            with contextlib.suppress(Exception):
+                self._traced = self._trace(fn, placed)
 
-    def expect(self, placements: Iterable[AnyPlacement], placed: AnyPlacement | None) -> None:
-        """Compute the expected results, under the first placement that the reference accepts.
-
-        Arguments:
-            placements: placements on one device.
-            placed: the placement to compare under, if it is the only one.
-        """
+    def expect(self, placements: Iterable[AnyPlacement]) -> None:
+        """Compute the expected results, under the first placement on one device that the reference accepts."""
         first: Exception | None = None
         for placement in placements:
             try:
-                self._expect(placement, placed)
+                self._expect(placement)
                 break
             except Exception as error:
                 if not self.is_refusal(error):
                     if isinstance(placement, AsPlaced) and self._reference is self._fn:
                         error.add_note(
                             "This was on one device. For a function that does not run there, pass `reference=`. Write "
-                            "shardings in it as a `PartitionSpec`, which fits every mesh."
+                            "shardings in it as a `PartitionSpec`, which fits every mesh, and call `jax.shard_map` in "
+                            "it, since what that returns keeps the mesh of its first call."
                         )
                     raise
                 first = first or error
@@ -261,15 +267,15 @@ class _Check:
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
 
-    def _expect(self, placement: AnyPlacement, placed: AnyPlacement | None) -> None:
+    def _expect(self, placement: AnyPlacement) -> None:
         """Compute the expected results under a placement on one device."""
         try:
             self._expected, self._one = self._run(self._reference, placement), placement
         except ValueError:
             # Shardings in the reference may name the complete mesh. It is traced there, and they are left out.
-            if placed is not None:
+            if self._placed is not None:
                 with contextlib.suppress(Exception):
-                    elsewhere = placed.without_mesh()
+                    elsewhere = self._placed.without_mesh()
                     self._expected, self._one = self._run(self._reference, elsewhere), elsewhere
                     return
             raise
@@ -282,7 +288,7 @@ class _Check:
             if isinstance(placement, AsPlaced):
                 raise
             if self.is_refusal(error):
-                raise _Refusal(str(error).partition("\n")[0]) from error
+                raise _Refusal(_first_sentence(str(error))) from error
             return _Mismatch(f"it raises {type(error).__name__}: {error}", error)
         if isinstance(placement, AsPlaced) and found.devices == 1:
             raise ValueError(
@@ -375,9 +381,8 @@ class _Check:
         other = iter(floats or ())
         given = [w if w is None or floats is None else next(other) for w in self._wide]
         traced_under = placement.traced_under if isinstance(placement, AsPlaced) else None
-        with (traced_under or placement).active():
-            traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
-            program, structs = traced(self._arrays(traced_under or placement))
+        known = self._traced if fn is self._fn and (traced_under or placement) is self._placed else None
+        program, structs = known or self._trace(fn, traced_under or placement)
         with placement.active():
             arrays = self._arrays(placement)
             widened = WidenedProgram(program, recording, placement.alone, traced_under is not None)
@@ -393,6 +398,12 @@ class _Check:
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
         recorded = {i: np.asarray(x) for i, x in recorded.items()}
         return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
+
+    def _trace(self, fn: Callable[..., Any], placement: AnyPlacement) -> tuple[Any, Any]:
+        """Return the program of a function under a placement, and what its results and gradients are."""
+        with placement.active():
+            traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
+            return traced(self._arrays(placement))
 
     def _arrays(self, placement: AnyPlacement) -> list[jax.Array]:
         """Return the arrays of the arguments where a placement puts them."""
@@ -426,6 +437,12 @@ class _Check:
             return _arrays_of(call(())), ()
         gradients, results = jax.grad(total, has_aux=True)(inexact)
         return _arrays_of(results), gradients
+
+
+def _first_sentence(message: str) -> str:
+    """Return the first line of a message, with the first of a list that it announces."""
+    first, _, rest = message.partition("\n")
+    return f"{first.rstrip()} {rest.partition(chr(10))[0].strip()}" if first.rstrip().endswith(":") else first
 
 
 def _has_nan(x: np.ndarray) -> bool:
