@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack
 import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..core import errors
@@ -78,10 +78,6 @@ class DistributedFunction(CompiledFunction[P, R]):
     """Compiles it under other mappings, for reports; None if it has mappings of its own."""
     named: Callable[[Sequence[Any], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     """Returns arguments as named arrays, sharded as in a call. An axis without a name is `_`."""
-
-    def _run(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[tuple[Any, NamedSharding]]]:
-        (result, empty), _ = super()._run(args, kwargs)  # only the program has the names of results
-        return result, empty
 
 
 def distribute(
@@ -143,8 +139,7 @@ def distribute(
                 f"{what}: the program mixes up axes:{lines}\nCorrect it; or, if two names mean one axis, use one of "
                 f"them in `names`; or, if it is meant, pass `allow={kinds}`; of two names, the first one counts."
             )
-        results, empty = _Distributed(what, program, own).run(arrays)
-        return program.traced.returned.unflatten(results), empty
+        return program.traced.returned.unflatten(_Distributed(what, program, own).run(arrays))
 
     def under(mapping: ResourceMapping, parameter_mapping: ResourceMapping | None) -> DistributedFunction[P, R]:
         return distribute(fn, mapping, parameter_mapping, names=names, allow=allow, **options)
@@ -190,8 +185,8 @@ class _Distributed:
         joined = {name: mapping.get(name.partition("*")[0]) for name in self._names if "*" in name}
         return {**{name: entry for name, entry in joined.items() if entry is not None}, **mapping}
 
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, NamedSharding]]]:
-        """Return the results of the program, and the sharding of each that has size 0, which XLA replicates."""
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the results of the program."""
         jaxpr, mesh, program = self._program.traced.jaxpr, self._mesh, self._program
         with activate(changed(active_settings(), mapping=self._compute, parameter_mapping=self._stored)):
             self._check()
@@ -208,12 +203,7 @@ class _Distributed:
             if mesh is not None and has_explicit(mesh):
                 specs = self._specs("results", jaxpr.out_avals, program.body.results, paths)
                 run = with_auto_axes(whole, mesh, [specs.get(path, PartitionSpec()) for path in paths])
-            results = [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
-            if mesh is None or all(x.size for x in results):
-                return results, []
-            specs = self._specs("results", results, program.body.results, paths)
-            empty = [(path, x) for path, x in zip(paths, results, strict=True) if not x.size]
-            return results, [(x, NamedSharding(mesh, specs.get(path, PartitionSpec()))) for path, x in empty]
+            return [*map(raw, self._placed("results", run(*arrays), program.body.results, paths))]
 
     def _check(self) -> None:
         """Check that keys of the mapping name axes, and name the arrays that are not sharded though it may be for them.
