@@ -249,7 +249,7 @@ def test_the_first_lines_have_the_fault_its_place_and_what_to_try(name: str) -> 
     planted = FAULTS[name]
     if name in COARSE and jax.__version_info__ >= (0, 11):
         pytest.skip("XLA says less of where such a transfer comes from")
-    said, here = planted.first_lines().replace("\n", " "), rf".* at (?:{marked()})"
+    said, here = " ".join(planted.first_lines().split()), rf".* at (?:{marked()})"
     assert re.search(planted.said.replace("{here}", here), said), said
 
 

@@ -7,7 +7,7 @@ import functools
 import os
 import site
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,20 @@ class Source:
 def source(frames: Sequence[Frame]) -> Source | None:
     """Return the innermost line outside this library and JAX, preferably also outside other libraries."""
     others = [f for f in frames if not _real_path(f.file).startswith(_HIDDEN)]
-    users = [f for f in others if not _real_path(f.file).startswith(_LIBRARIES)]
-    best = (users or others or [None])[0]
+    best = next(iter([*of_user(others), *others]), None)
     return None if best is None else Source(best.file, best.line, best.function)
+
+
+def of_user(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """Yield the lines outside of all libraries."""
+    return (f for f in frames if not _real_path(f.file).startswith(_HIDDEN) and not _is_installed(f.file))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(file: str) -> bool:
+    """Return whether a file is of a library, also one that an environment takes from another environment."""
+    path = Path(_real_path(file))
+    return str(path).startswith(_LIBRARIES) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 @functools.lru_cache(maxsize=1024)

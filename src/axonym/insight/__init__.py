@@ -32,4 +32,5 @@ from .records import (
     RepeatedWork as RepeatedWork,
 )
 from .report import Report as Report
-from .verdict import Suspicion as Suspicion, Verdict as Verdict
+from .suspicions import Suspicion as Suspicion
+from .verdict import Verdict as Verdict

@@ -88,11 +88,8 @@ class Figures:
     """The number of devices, if their mesh is not known."""
     computed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The flops of each phase: `forward`, `recomputed`, `backward`, `optimizer`, or empty for the rest."""
-    widened: float = 0.0
-    """The share of the flops in products of which an operand is converted to a larger dtype, such as bfloat16 to
-    float32, since the other one has it."""
-    widened_at: str = ""
-    """The dtypes before and after, and the first of these products."""
+    narrow: bool = False
+    """True if products have operands of 16 bits or less, which programs for CPUs convert to 32."""
     idle: float = 0.0
     """The share of the time in which a stage waits, by the schedule of a pipeline."""
     avoidable: tuple[AvoidableWork, ...] = ()
@@ -169,15 +166,19 @@ class Figures:
 
 
 def needed_memory(report: Figures) -> int | None:
-    """Return the bytes that a device has to hold; None where they are not known.
+    """Return the least bytes that a device has to hold; None where they are not known.
 
     A step that is compiled here donates nothing of its own. Its results are taken to be the arguments of the next call,
     in whose place they are.
     """
     memory = report.memory
-    if memory is None or report.undonated is not None:
-        return None if memory is None else memory.total
-    return max(memory.arguments, memory.results) + memory.temporaries
+    if memory is None:
+        return None
+    # Programs for CPUs hold in 32 bits much of what a step computes in 16 bits.
+    less = memory.temporaries // 2 if report.platform == "cpu" and report.narrow else 0
+    if report.undonated is not None:
+        return memory.total - less
+    return max(memory.arguments, memory.results) + memory.temporaries - less
 
 
 def bounds_on(chip: Chip, exchanges: Iterable[Collective], memory: Memory | None, flops: int | None) -> Bounds:

@@ -28,7 +28,7 @@ class OneHot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product, a convolution, or a look-up."""
+    """A product or a convolution."""
 
     scope: str
     frames: tuple[Frame, ...]
@@ -36,11 +36,8 @@ class Product:
     """Its flops on all devices together, if none is repeated; None if they depend on values."""
     arguments: tuple[int | None, ...]
     """For each operand, the number of the argument that it is, in another dtype or layout, or a slice of it."""
-    widened: tuple[str, str] | None = None
-    """The dtype of an operand before it is converted to a larger one for this product, and that one."""
     one_hot: OneHot | None = None
     """The operand that tells an index from others, if there is one."""
-    looks_up: bool = False
 
 
 _SAME = {
@@ -51,7 +48,7 @@ _SAME = {
 """Operations whose result is their first operand in another form, or part of it."""
 _COMBINED = {f"stablehlo.{name}" for name in ("and", "multiply", "select")}
 _PLACED = {"sdy.sharding_constraint", "stablehlo.all_reduce", "stablehlo.reduce_scatter"}
-_PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
+_PRODUCTS = {"stablehlo.dot_general", "stablehlo.convolution"}
 
 
 class LoweredStep(NamedTuple):
@@ -156,21 +153,16 @@ class _Walk:
         scope = "/".join(filter(None, map(scope_of, locations)))
         frames = tuple(f for location in reversed(locations) for f in frames_of(location))
         shapes = [tuple(x.type.shape) for x in (*list(op.operands)[:2], op.results[0])]
-        flops = 0 if op.name == "stablehlo.gather" else _flops_of(op, shapes)
+        flops = _flops_of(op, shapes)
         flops = flops * self._copies(scope) // _scopes.groups(scope)
         arguments = tuple(self._argument(x) for x in list(op.operands)[:2])
-        # If both are converted, somebody asked for it.
-        widened = [_widened(x) for x in list(op.operands)[:2]] if flops else [None]
-        widened = next(filter(None, widened), None) if None in widened else None
         one_hot = next(filter(None, (self._one_hot(op, i) for i in (0, 1))), None) if flops else None
         return Product(
             scope,
             frames,
             None if times is None else flops * times,
             arguments,
-            widened,
             one_hot,
-            op.name == "stablehlo.gather",
         )
 
     def _one_hot(self, op: Any, of: int) -> OneHot | None:
@@ -399,7 +391,7 @@ def _computing(value: Any) -> Iterator[tuple[str, bool]]:
             placed = producer.name == "sdy.sharding_constraint"
             yield scope_of(str(producer.location)), placed
             if placed or _is_elementwise(producer):
-                waiting += [x for x in producer.operands if x.type == value.type]
+                waiting += [x for x in producer.operands if getattr(x.type, "shape", None) == value.type.shape]
 
 
 def scope_of(location: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -28,6 +29,8 @@ from ._hlo_devices import along, groups
 from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
 from ._schedule import SILENT, Schedule, called_target, links_used
+from ._step_faults import faults_of
+from ._traced_step import Replicating, StepProgram, origin, replicating
 from .chips import Chip
 from .records import AvoidableWork, Collective, RepeatedWork
 from .report import Report
@@ -36,6 +39,7 @@ from .report import Report
 def report_on(
     step: str,
     program: HloProgram,
+    traced: Any,
     lowered: Any,
     names: ArgumentNames,
     mesh: dict[str, int] | None,
@@ -51,6 +55,7 @@ def report_on(
     """Report on a compiled program.
 
     Arguments:
+        traced: the program that JAX traced.
         donates: whether the step says itself which arguments it donates.
         timed_on: the chip of the topology that the program is compiled for, for the times of its schedule.
     """
@@ -71,8 +76,16 @@ def report_on(
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
     found = read_step(lowered, mesh or {})
-    given = [[kept[n] for n in p.arguments if n is not None and n < len(kept)] for p in found.products]
     results = leaves_of(lowered.out_info)[0]
+    known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
+    traced_step = StepProgram(traced)
+    uses = [
+        (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
+        for op in traced_step.operations
+        if op.flops or op.name == "gather"
+    ]
+    shards = {x.path: math.prod(x.sizes) // max(1, math.prod(shape.sizes)) for _, x, shape in arrays if x is not None}
+    faults = faults_of(traced_step, [x and x.path for x in known], [x.path for x in results], shards, mesh or {})
     operations = {*operations_in(lowered.as_text(debug_info=True))}
     notes += _scopes.choices_in(operations)
     return report_of(
@@ -81,9 +94,9 @@ def report_on(
         mesh or {},
         by,
         chip=chip,
-        collectives=visited.collectives,
-        uses=[(_scopes.operation(p.scope), p.frames, xs) for p, xs in zip(found.products, given, strict=True)],
-        looked_up={source(p.frames): xs[0] for p, xs in zip(found.products, given, strict=True) if p.looks_up and xs},
+        collectives=[*_placed_by(visited.collectives, [*replicating(traced_step)])],
+        uses=[(_scopes.operation(op.scope), op.frames, xs) for op, xs in uses],
+        looked_up={op.source: xs[0] for op, xs in uses if op.name == "gather" and xs},
         given=names.arrays,
         held=[HeldArgument(names.argument(scope), x, shape.sizes, shape.bytes) for scope, x, shape in arrays],
         kinds={kind_of([n for n in x.names or () if n != "_"], x.shape or ()) for x in results},
@@ -103,9 +116,9 @@ def report_on(
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
         computing=schedule.cycles / timed_on.clock if schedule and timed_on else None,
-        avoidable=(*_one_hot(found.products), *_again(found.products, visited.products)),
+        avoidable=(*_one_hot(found.products), *_again(found.products, visited.products), *faults),
+        narrow=any(op.flops and op.operands[0].dtype.itemsize <= 2 for op in traced_step.operations),
         cast=next(((before, after, source(lines)) for lines, before, after in found.cast), None),
-        **_widened(found.products),
     )
 
 
@@ -142,6 +155,24 @@ def repeated(
             idle = tuple(a for a, n in mesh.items() if n > 1 and operation and a not in operation.over)
             told = operation is not None and math.prod(mesh[a] for a in idle) == copies
             yield RepeatedWork(*key, taken[key], copies, idle if told else only_axes(mesh, copies))
+
+
+def _placed_by(collectives: Iterable[Collective], placements: Sequence[Replicating]) -> Iterator[Collective]:
+    """Give transfers the line of the placement that makes them necessary, where the compiler says one beside it."""
+    for c in collectives:
+        over = {*(c.axes or ())}
+        by = next((p for p in placements if c.source in p.beside and _gathers(p, c.gathered, over)), None)
+        if by is None or c.stored or getattr(c.reason, "of", None) == "placement":
+            yield c
+        else:
+            reason = _scopes.reason_of_placement(c.gathered, (), c.axes or ())
+            yield dataclasses.replace(c, source=by.placement.source, reason=reason)
+
+
+def _gathers(placement: Replicating, names: Collection[str], over: Collection[str]) -> bool:
+    """Return whether a placement replicates axes over mesh axes."""
+    lost = {a for n in names for a in placement.axes.get(n, ())}
+    return bool(names) and {*names} <= {*placement.axes} and lost.issuperset(over)
 
 
 class _Visited:
@@ -234,19 +265,6 @@ def _notes(found: _Visited, mesh: Mapping[str, int] | None) -> Iterator[str]:
         yield NOTE
     if any(c.sent is None for c in found.collectives):
         yield "the bytes that a ragged all-to-all sends depend on values"
-
-
-def _widened(products: Sequence[Product]) -> dict[str, Any]:
-    """Return the share of the flops in products that are computed in a larger dtype than an operand came in."""
-    found = [p for p in products if p.widened and p.flops]
-    total = sum(p.flops or 0 for p in products)
-    if not found or not total:
-        return {}
-    (first, *_), (before, after) = found, found[0].widened or ("", "")
-    operation, line = _scopes.operation(first.scope), source(first.frames)
-    said = f"{operation or 'a product without names'}{f', at {line}' if line else ''}"
-    share = sum(p.flops or 0 for p in found) / total
-    return {"widened": share, "widened_at": f"{before} to {after}, first in {said}"}
 
 
 _SLACK = 4

@@ -27,7 +27,7 @@ from .records import (
     waited,
     why,
 )  # fmt: skip
-from .verdict import repeated_share
+from .suspicions import repeated_share
 
 Report: TypeAlias = Any
 """A report: its module uses this one, and imports point one way."""

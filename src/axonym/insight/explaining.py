@@ -119,8 +119,9 @@ def explain(
             raise ValueError(
                 f"explain: by='partitioner' is for CPUs, and the devices here are {platform!r}: set JAX_PLATFORMS=cpu."
             )
-        lowered = compiled_step.lower(*args, **kwargs)
-        lowered = getattr(lowered, "lowered", lowered)  # Flax wraps JAX's
+        traced = compiled_step.trace(*args, **kwargs)
+        lowered = traced.lower()
+        traced, lowered = getattr(traced, "traced", traced), getattr(lowered, "lowered", lowered)  # Flax wraps JAX's
         if by == "compiled":
             compiled = _compiling.compiled(lowered, compiler_options)
             text, memory = compiled.as_text(), _memory(compiled)
@@ -137,7 +138,7 @@ def explain(
         crossing = _slices_along(around and with_devices(around), None if topology else between)
         timed_on = chip if chip and chip.clock else CHIPS.get((topology or "").partition(":")[0])
         report = report_on(
-            step_name(fn), program, lowered, names, found, platform, by, memory, compiled_step, chip,
+            step_name(fn), program, traced.jaxpr, lowered, names, found, platform, by, memory, compiled_step, chip,
             fn is compiled_step, crossing, timed_on,
         )  # fmt: skip
         return dataclasses.replace(report, between=crossing)

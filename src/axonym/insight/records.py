@@ -166,7 +166,7 @@ class RepeatedWork:
 
 @dataclasses.dataclass(frozen=True)
 class AvoidableWork:
-    """Products that could be left out.
+    """Work of a step that could be left out.
 
     >>> work = axn.insight.AvoidableWork("one-hot", "dot[tokens, vocab; vocab, embed -> tokens, embed]", None, 0.2)
     >>> work.why, work.share
@@ -175,15 +175,23 @@ class AvoidableWork:
 
     why: str
     """`one-hot` for products with a one-hot array, which look rows up; `empty` for rows of which most are empty, as of
-    experts with more slots than rows; `again` for a forward pass that is computed a second time."""
+    experts with more slots than rows; `again` for a forward pass that is computed a second time; `padding`, `equal`
+    and `unused` for rows of these kinds; `experts` for all experts of which each row takes a few; `replicated` for what
+    a placement makes all devices compute; `turns` for what is the same in turns of a loop, `apart` for what does not
+    need what it carries, `cache` for all positions where a turn changes one; `stacked` for arrays of a loop of which
+    only sums are used; `frozen` for gradients of parameters that stay, `gathered` for ones that a placement gathers;
+    `joined` for parameters in one vector; `checkpointed` for what is computed again twice; `wide` for products in a
+    larger dtype than what they come from; `repeated` for operands that are; `sum of products` for what is a product."""
     operation: str | None
-    """The first named operation; None if it has no name."""
+    """The first named operation, or for `unused` the line that picks some rows; None if there is none."""
     source: Source | None
-    """Its line; for a forward pass, the line that calls it."""
+    """The line that makes it so; for a forward pass, the line that calls it."""
     share: float
-    """The share of the compute."""
+    """The share of the compute, or else of the bytes of the arguments."""
     sizes: tuple[int, int] = (0, 0)
-    """The number of rows before and after."""
+    """Two numbers that tell how much: of rows, values and turns, bytes and copies."""
+    of: str = ""
+    """The axis, the parameters or the dtypes that it is about."""
 
 
 @dataclasses.dataclass(frozen=True)

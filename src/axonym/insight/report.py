@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ class Report(Figures, Page):
 
     def __str__(self) -> str:
         verdict = self.verdict
-        faults = [f"- {found}" for found in verdict.suspicious if found.severity != "note"]
+        found = (f"- {fault}" for fault in verdict.suspicious if fault.severity != "note")
+        faults = [textwrap.fill(fault, 100, subsequent_indent="  ", break_on_hyphens=False) for fault in found]
         title = f"{self.step} on {described_mesh(self.mesh, self.devices)} ({self.platform}, by={self.by!r})"
         nothing = "Nothing to fix or to look at was found." if verdict.fine else ""
         parts = [title, *filter(None, ["\n".join(faults) or nothing]), f"{verdict.binds} {verdict.explanation}".strip()]
