@@ -62,7 +62,7 @@ class Constraints:
                 entries = padded(sharding.spec, len(shape))
                 over = tuple(None if e is PartitionSpec.UNCONSTRAINED else mesh_axes(e) for e in entries)
                 constraint = Constraint(shape, over, op.frames)
-                for key in dict.fromkeys(_key(f"{x.scope}/{x.name}") for x in (op, *_computing(op))):
+                for key in dict.fromkeys(_key(f"{x.scope}/{x.eqn.primitive.name}") for x in (op, *_computing(op))):
                     self._by_key.setdefault(key, []).append(constraint)
 
     def after(self, scope: str) -> Sequence[Constraint]:
