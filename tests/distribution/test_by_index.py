@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 import axonym as axn
 from axonym.core.operation_rules import inside, rule_of
@@ -63,7 +62,6 @@ def _operations() -> Iterator[tuple[ScopedOperation, Any]]:
             yield from _equations(program.jaxpr)
 
 
-@pytest.mark.oldest
 def test_operations_consist_of_primitives_that_do_what_they_declare() -> None:
     passing: dict[ScopedOperation, bool] = collections.defaultdict(lambda: True)
     uses: dict[ScopedOperation, set[str]] = collections.defaultdict(set)

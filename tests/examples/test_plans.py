@@ -126,7 +126,7 @@ def test_experts_are_planned(text: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     def plan(*args: Any, **options: Any) -> insight.MappingPlan:
         few: Any = {"remat": ["full"], "accumulate": [1]}
-        found.append(made(*args, **options | {"ask": 2, "memory": "700 KiB", "verify": 0, "choices": few}))
+        found.append(made(*args, **options | {"ask": 2, "memory": "700 KiB", "choices": few}))
         return found[-1]
 
     monkeypatch.setattr(insight, "plan", plan)

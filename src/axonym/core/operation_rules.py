@@ -458,10 +458,10 @@ PRIMITIVES: dict[str, _Maker] = {
     **_makers_of(
         """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos
         cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow is_finite
-        lgamma log log1p logistic max min mul nextafter not one_minus_square or polygamma population_count pow real
-        regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-        sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone mul_add fma eq ne lt le gt
-        ge eq_to le_to lt_to select_if_vmap""",
+        lgamma log log1p logistic max min mul nextafter not one_minus_square or polygamma polynomial population_count
+        pow real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+        shift_right_logical sign sin sinh sqrt square tan tanh xor zeta log2 threefry2x32 random_fold_in random_clone
+        mul_add fma eq ne lt le gt ge eq_to le_to lt_to select_if_vmap""",
         _rule_of_each_position(),
     ),
     **_makers_of("add add_any sub neg", _rule_of_each_position("linear")),

@@ -282,7 +282,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             continue
         size = math.prod(maker.results[0].shape)
         given = max(math.prod(origin(x).shape) for x in maker.operands)
-        count = _SLOWER * 2 * size * maker.runs * maker.copies
+        count = _SLOWER * 2 * size * maker.runs * maker.copies * float(maker.share)
         share = count / (count + total)
         if maker.flops:  # such as gradients of each example, which only take memory
             share = bytes_of(maker.results[0]) / (bytes_of(maker.results[0]) + held)

@@ -25,7 +25,7 @@ _CHANGES = 8
 
 
 def compare(
-    fn: Callable[..., Any] | None,
+    fn: Callable[..., Any],
     args: Sequence[Any],
     mappings: Mapping[str, Any],
     *,
@@ -38,9 +38,9 @@ def compare(
     """Explain a step under several mappings, and compare the reports in one table.
 
     Arguments:
-        fn: the function. None if each entry of `mappings` is a step.
+        fn: the function.
         args: its arguments, which may be abstract.
-        mappings: by name, a `mapping` as in `explain`, or a step that is compiled already.
+        mappings: by name, a `mapping` as in `explain`. For steps that are compiled already, make a `Comparison`.
         mesh, by, topology, between, chip: as in `explain`.
 
     >>> f = lambda x: axn.sum(x, "batch")
@@ -52,16 +52,8 @@ def compare(
     """
     if not mappings:
         raise ValueError("compare: there is nothing to compare, since `mappings` is empty.")
-    reports = {}
     where: dict[str, Any] = {"mesh": mesh, "by": by, "topology": topology, "between": between, "chip": chip}
-    for name, mapping in mappings.items():
-        if callable(mapping):
-            reports[name] = explain(mapping, *args, **where)
-        elif fn is None:
-            raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
-        else:
-            reports[name] = explain(fn, *args, mapping=mapping, **where)
-    return Comparison(reports)
+    return Comparison({name: explain(fn, *args, mapping=mapping, **where) for name, mapping in mappings.items()})
 
 
 @dataclasses.dataclass(frozen=True)

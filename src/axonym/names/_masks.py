@@ -109,7 +109,12 @@ def facts_of(step: AxisStep, xs: Sequence[Axed], result: Axed) -> Facts | None:
             part = {axis[0]: to[0] for axis, to in pairs if len(axis) == len(to) == 1}
             return known[0].copied(lambda f: part.get(find(f), f))
         case "broadcast_in_dim":
-            return known[0]._replace(varies=_varying_factors(xs, known))
+            at, rank = step.params["broadcast_dimensions"], len(step.shape)
+            leading = 0 < len(at) < rank and tuple(at) == tuple(range(rank - len(at), rank))
+            opened = not leading and rank > len(at) and all(step.shape[i] == 1 for i in range(rank) if i not in at)
+            return known[0]._replace(
+                varies=_varying_factors(xs, known), promoted_by=step if leading else None, opened=opened and len(at) > 0
+            )
         case "add" | "sub":
             return _facts_of_sum(xs, known, result, -1 if name == "sub" else 1)
         case "mul":

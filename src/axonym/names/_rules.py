@@ -11,7 +11,10 @@ import math
 import operator
 from collections.abc import Sequence
 
+import jax
+
 from ..core.operation_rules import PRIMITIVES, OperationRule, PartOf, Term
+from ..core.source_lines import frames_of
 from ..distribution.axis_marks import MARK
 from ._axes import Axes, Axis, Dims, Meeting, are_apart, bases, find, fresh, last_base, leaves, size_of
 from ._masks import sum_of_weights
@@ -251,7 +254,31 @@ def _dims_that_meet(axes: Axes, step: AxisStep, xs: Sequence[Axed]) -> Dims:
         terms = [term for x in xs for term in x.terms]
         if step.name == "add_any" or any(x.transposed_from in terms for x in terms):  # as in `x + x.T`
             del axes.crossed[crossed:]
-    return axes.distinct(found, [own for own in given if all(map(operator.eq, map(bool, own), map(bool, found)))])
+    dims = axes.distinct(found, [own for own in given if all(map(operator.eq, map(bool, own), map(bool, found)))])
+    if dims is not found:
+        _check_promotion(axes, step, found, dims, xs)
+    return dims
+
+
+def _check_promotion(axes: Axes, step: AxisStep, before: Sequence[Axis], after: Dims, xs: Sequence[Axed]) -> None:
+    """Record an outer product of an axis with itself that comes from an implicit promotion of ranks."""
+    facts = [x.facts for x in xs if x.facts is not None]
+    makers = [f.promoted_by for f in facts if f.promoted_by is not None]
+    if not makers or any(f.opened for f in facts):  # an axis that is opened is meant, as in `x[:, None] - x`
+        return
+    changed = [axis for axis, own in zip(after, before, strict=True) if axis != leaves(own)]
+    roles = [f for axis in changed for f in axis if f.base is not None]
+    if len(roles) < 2 or step.within("vmap("):
+        return
+    # Only if code outside of JAX used an operator or ufunc, rather than a function of JAX that uses one.
+    frames = list(frames_of(step.eqn))
+    of_jax = [*itertools.takewhile(lambda frame: frame.file.startswith(_JAX), frames)]
+    if of_jax and of_jax[-1].function.rpartition(".")[2] in ("op", "deferring_binary_op", "__call__"):
+        if any(list(frames_of(m.eqn)) == frames for m in makers):
+            axes.found.append(Meeting(roles[0], roles[1], step, "outer"))
+
+
+_JAX = jax.__file__.removesuffix("__init__.py")
 
 
 def _axis_that_meets(axes: Axes, step: AxisStep, same: Sequence[Axis]) -> Axis:

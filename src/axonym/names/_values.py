@@ -78,6 +78,10 @@ class Facts(NamedTuple):
     """The factors along which scores are less by the logarithm of such a total."""
     weights: Factors = ()
     """The factors along which exponentials are divided by their total."""
+    promoted_by: AxisStep | None = None
+    """The step that gave it further axes before its own."""
+    opened: bool = False
+    """Whether it has got an axis of size 1 that is not before its own."""
 
     def copied(self, copy: Callable[[AxisFactor], AxisFactor]) -> Facts:
         """Return the facts about other factors."""
@@ -168,15 +172,19 @@ class AxisStep:
         """Return the shape of an operand."""
         return self.eqn.invars[i].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
-    def backward(self) -> bool:
-        """Return whether it belongs to the transposed part of a derivative."""
+    def within(self, transformation: str) -> bool:
+        """Return whether it belongs to a transformation by JAX, such as `vmap(`."""
         step: AxisStep | None = self
         while step is not None:
-            if "transpose(" in str(step.eqn.source_info.name_stack):
+            if transformation in str(step.eqn.source_info.name_stack):
                 return True
             step = step.outer
         return False
+
+    @property
+    def backward(self) -> bool:
+        """Return whether it belongs to the transposed part of a derivative."""
+        return self.within("transpose(")
 
 
 def dtype_kind(var: Any) -> str:

@@ -62,6 +62,7 @@ _TEXTS = {
     "crossed": "two roles of {a} are exchanged in {operation}",
     "torn": "a reshape exchanges the sizes of {a} and {b} and mixes their elements: transpose instead",
     "sizes": "{a} and {b} have two sizes",
+    "outer": "arrays of different ranks give an outer product of {a} with itself in {operation}",
 }
 
 
