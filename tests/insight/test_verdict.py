@@ -82,6 +82,18 @@ def sorted_parts(found: Any) -> Any:
     return sorted(map(str, work)), placed
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_repeated_work_in_a_loop_is_found(explicit: bool) -> None:
+    def layers(w: axn.NamedArray, x: axn.NamedArray) -> axn.NamedArray:
+        layer = lambda x, w: axn.tanh(axn.dot(x, w, axis="embed").rename({"out": "embed"}))
+        return axn.fold(layer, "layers")(x, w)
+
+    args = axn.ones({"layers": 3, "embed": 8, "out": 8}), axn.ones({"batch": 8, "embed": 8})
+    mesh = axn.make_mesh(MESH, explicit=explicit)
+    (work,) = axn.insight.explain(layers, *args, mapping={"batch": "data"}, mesh=mesh, by="partitioner").repeated
+    assert (work.flops, work.copies, work.axes) == (2 * 3 * 8 // MESH["data"] * 8 * 8, MESH["model"], ("model",))
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -12,7 +12,7 @@ from ._arguments import GivenArray
 from ._counted_exchanges import Account, Layout
 from ._figures import Memory
 from ._flops import NOTE, mean
-from ._named_events import NamedTrace, Sum, Use
+from ._named_events import NamedTrace, Sum, Use, short_dtype
 from ._parameters import HeldArgument, kind_of, report_of
 from ._text import array_said
 from .chips import Chip
@@ -121,6 +121,6 @@ def _temporary_arrays(trace: NamedTrace, layout: Layout) -> Iterator[HeldArray]:
     most = max(products, key=lambda pair: layout.bytes(pair[0]), default=None)
     for x, place in (*trace.kept, *([] if most is None else [most])):
         local = layout.by(x.by).local(x.base)
-        array = array_said(x.short_dtype, [(n, own) for (n, _), own in zip(x.base, local, strict=True)])
+        array = array_said(short_dtype(x.dtype), [(n, own) for (n, _), own in zip(x.base, local, strict=True)])
         made = "kept by a loop" if most is None or x is not most[0] else _scopes.said_of(place.operation) or "a product"
         yield HeldArray("temporary", array, 1, layout.bytes(x), place.phase, made, source(place.frames))

@@ -37,6 +37,7 @@ from ._named_events import (
     Together,
     Use,
     Value,
+    short_dtype,
 )  # fmt: skip
 from ._text import array_said
 from .records import Collective, sent_by
@@ -563,7 +564,7 @@ class Account:
             along_all=True,
             times=place.times,
             branches=place.branches,
-            array=array_said(x.short_dtype, [(n, local[n]) for n in known]),
+            array=array_said(short_dtype(x.dtype), [(n, local[n]) for n in known]),
             place=(0, 1),
             size=found.size // count if found.kind == "reduce-scatter" else found.size,
             sent=found.sent,

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from ..core.source_lines import Frame, source
 from . import _scopes
+from ._constraints import Constraint, Constraints
 from ._flops import Branches
 from ._hlo import HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
-from ._lowered import Constraint, Constraints
 from ._schedule import seconds_waited
 from ._text import Said, array_said
 from .chips import Chip

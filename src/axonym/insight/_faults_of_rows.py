@@ -63,6 +63,10 @@ def _paddings(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
         filled = [x for x in op.operands if not is_constant(x)]
         if 0 < len(filled) < len(op.operands):
             yield i, sum(x.shape[i] for x in filled), shape[i]
+    elif op.name in ("scatter", "dynamic_update_slice") and is_constant(op.operands[0]):
+        new, shape = op.operands[2 if op.name == "scatter" else 1].shape, op.results[0].shape
+        if len(new) == len(shape):
+            yield from ((i, n, m) for i, (n, m) in enumerate(zip(new, shape, strict=True)) if n < m)
 
 
 def unused_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
@@ -278,7 +282,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             continue
         size = math.prod(maker.results[0].shape)
         given = max(math.prod(origin(x).shape) for x in maker.operands)
-        count = _SLOWER * 2 * size * maker.runs * maker.copies
+        count = _SLOWER * 2 * size * maker.runs * maker.copies * float(maker.share)
         share = count / (count + total)
         if maker.flops:  # such as gradients of each example, which only take memory
             share = bytes_of(maker.results[0]) / (bytes_of(maker.results[0]) + held)
@@ -288,7 +292,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
 
 def _before(x: TracedArray) -> TracedOperation | None:
     """Return the operation that makes a value, apart from conversions."""
-    while x.maker is not None and x.maker.name in ("convert_element_type", "sharding_constraint", "copy"):
+    while x.maker is not None and x.maker.name in ("convert_element_type", "sharding_constraint", "copy", "transpose"):
         x = x.maker.operands[0]
     return x.maker
 

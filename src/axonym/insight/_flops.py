@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -60,6 +60,16 @@ def of_convolution(labels: str, shapes: Sequence[Sizes], *windows: Sizes) -> int
     settings = zip(*(own or [n] * len(spatial) for own, n in zip(windows, (1, 0, 1, 1), strict=True)), strict=True)
     places = [pairs_met(image[d], kernel[d], out[d], *own) for d, own in zip(spatial, settings, strict=True)]
     return 2 * out["b"] * out["f"] * kernel["i"] * math.prod(places)
+
+
+def of_traced_convolution(params: Mapping[str, Any], image: Sizes, kernel: Sizes, out: Sizes) -> int:
+    """Return the flops of a convolution that JAX traced, with its parameters and the sizes of its arrays."""
+    numbers, before = params["dimension_numbers"], [low for low, _ in params["padding"]]
+    settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
+    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], *settings, strict=True)
+    met = [pairs_met(image[i], kernel[j], out[k], *own) for i, j, k, *own in places]
+    batch, feature = (out[i] for i in numbers.out_spec[:2])
+    return 2 * batch * feature * kernel[numbers.rhs_spec[1]] * math.prod(met)
 
 
 # --- branches ---

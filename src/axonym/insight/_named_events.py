@@ -60,13 +60,13 @@ class Value:
             return self
         return dataclasses.replace(self, dims=dims, base=dims if self.base == self.dims else self.base)
 
-    @property
-    def short_dtype(self) -> str:
-        """Return the dtype as XLA writes it, such as `bf16`."""
-        kind = {"f": "f", "i": "s", "u": "u", "c": "c"}.get(self.dtype.kind)
-        if kind is not None:
-            return f"{kind}{8 * self.dtype.itemsize}"
-        return "pred" if self.dtype.kind == "b" else self.dtype.name.replace("float", "f")
+
+def short_dtype(dtype: Any) -> str:
+    """Return a dtype as XLA writes it, such as `bf16`."""
+    kind = {"f": "f", "i": "s", "u": "u", "c": "c"}.get(dtype.kind)
+    if kind is not None:
+        return f"{kind}{8 * dtype.itemsize}"
+    return "pred" if dtype.kind == "b" else dtype.name.replace("float", "f")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -584,13 +584,7 @@ def _flops_of(step: AxisStep, axes: Dims) -> int:
     """Return the flops of a product: a multiplication and an addition for each pair that meets."""
     if step.name != "conv_general_dilated":
         return 2 * math.prod(n for _, n in axes)
-    params, numbers, sizes = step.params, step.params["dimension_numbers"], (step.shape_of(0), step.shape_of(1))
-    before = [low for low, _ in params["padding"]]
-    settings = (params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"])
-    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], *settings, strict=True)
-    met = [_flops.pairs_met(sizes[0][i], sizes[1][j], step.shape[k], *own) for i, j, k, *own in places]
-    batch, feature = (step.shape[i] for i in numbers.out_spec[:2])
-    return 2 * batch * feature * sizes[1][numbers.rhs_spec[1]] * math.prod(met)
+    return _flops.of_traced_convolution(step.params, step.shape_of(0), step.shape_of(1), step.shape)
 
 
 def _torn(before: Dims, after: Dims, named: bool) -> list[tuple[str | None, int]]:

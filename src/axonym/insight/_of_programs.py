@@ -1,4 +1,4 @@
-"""Report on a compiled program: count what it sends and computes, and describe it with what the lowered step tells."""
+"""Report on a compiled program: count what it sends and computes, and describe it with what its trace tells."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.leaves import leaves_of
 from . import _flops, _scopes
 from ._arguments import ArgumentNames, GivenArray, only_axes
+from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._figures import Memory
 from ._flops import NOTE, Branches, Computed, mean
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit
 from ._hlo_devices import along, groups
-from ._lowered import Constraints, Product, read_step
 from ._parameters import HeldArgument, kind_of, report_of
+from ._products import Product, cast_gradients, converted_arguments, products_of
 from ._schedule import SILENT, Schedule, called_target, links_used
 from ._step_faults import faults_of
 from ._traced_step import Replicating, StepProgram, origin, replicating
@@ -62,7 +63,8 @@ def report_on(
     compiled_step = compiled_step.__func__ if isinstance(compiled_step, BoundCompiledFunction) else compiled_step
     own = compiled_step.active if isinstance(compiled_step, CompiledFunction) else {}
     schedule = Schedule(program) if platform == "tpu" else None
-    visited = _Visited(program, Constraints(lowered), mesh, platform, between, schedule, timed_on)
+    traced_step = StepProgram(traced)
+    visited = _Visited(program, Constraints(traced_step), mesh, platform, between, schedule, timed_on)
     notes = [*_notes(visited, mesh)]
     if schedule and schedule.unknown:
         left_out = ", ".join(counted(n, what) for what, n in schedule.unknown.items())
@@ -75,10 +77,9 @@ def report_on(
             notes.append(f"the memory over the course of the step is not known: {e}")
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
-    found = read_step(lowered, mesh or {})
     results = leaves_of(lowered.out_info)[0]
     known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
-    traced_step = StepProgram(traced)
+    products = [*products_of(traced_step, mesh or {})]
     uses = [
         (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
         for op in traced_step.operations
@@ -86,7 +87,7 @@ def report_on(
     ]
     shards = {x.path: math.prod(x.sizes) // max(1, math.prod(shape.sizes)) for _, x, shape in arrays if x is not None}
     faults = faults_of(traced_step, [x and x.path for x in known], [x.path for x in results], shards, mesh or {})
-    operations = {*operations_in(lowered.as_text(debug_info=True))}
+    operations = {found for op in traced_step.operations for found in operations_in(op.scope)}
     notes += _scopes.choices_in(operations)
     return report_of(
         step,
@@ -106,19 +107,19 @@ def report_on(
         ),
         memory=memory,
         computed=visited.computed,
-        converted={x.path: found.converted[i] for i, x in enumerate(kept) if x is not None and i in found.converted},
+        converted={x.path: dtype for n, dtype in converted_arguments(traced_step).items() if (x := known[n])},
         notes=tuple(notes),
         timeline=course,
-        repeated=tuple(repeated(found.products, visited.products, mesh)) if mesh else (),
+        repeated=tuple(repeated(products, visited.products, mesh)) if mesh else (),
         placed_by_rule=getattr(compiled_step, "placed_by_rule", False),
         idle=max((op.idle or 0.0 for op in operations), default=0.0),
         axes=tuple(sorted(_scopes.names_in(operations) | {n for x in names.arrays for n in x.axes if n is not None})),
         undonated=_undonated(kept, program.donated, lowered.out_info) if donates else None,
         devices=program.devices if mesh is None else None,
         computing=schedule.cycles / timed_on.clock if schedule and timed_on else None,
-        avoidable=(*_one_hot(found.products), *_again(found.products, visited.products), *faults),
+        avoidable=(*_one_hot(products), *_again(products, visited.products), *faults),
         narrow=any(op.flops and op.operands[0].dtype.itemsize <= 2 for op in traced_step.operations),
-        cast=next(((before, after, source(lines)) for lines, before, after in found.cast), None),
+        cast=next(cast_gradients(traced_step), None),
     )
 
 
@@ -310,9 +311,18 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
 
     Its products have the operations and the innermost lines of others, but not the lines that call these.
     """
-    arguments: dict[Any, set[int | None]] = {}
+    used: dict[Any, list[tuple[bool, tuple[Frame, ...], tuple[int | None, ...]]]] = {}
     for p in step:
-        arguments.setdefault((_key(p.scope, p.frames)[::2], _call(p.scope, p.frames)), set()).update(p.arguments)
+        used.setdefault(_key(p.scope, p.frames)[::2], []).append((*_call(p.scope, p.frames), p.arguments))
+
+    def arguments(key: Any, call: tuple[bool, tuple[Frame, ...]]) -> set[int | None]:
+        """Return the arguments that a product of the step uses; programs may have more of the outermost lines."""
+        found: set[int | None] = set()
+        for trained, lines, own in used.get(key, ()):
+            if trained == call[0] and all(a == b for a, b in zip(lines[::-1], call[1][::-1], strict=False)):
+                found.update(own)
+        return found - {None}
+
     passes: dict[Any, dict[Any, int]] = {}
     backward, total = set[Any](), 0
     for scope, frames, flops, branches in computed:
@@ -326,8 +336,7 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
     for key, calls in passes.items():
         trained = [call for call in calls if (key[1], call) in backward]
         for call, own in calls.items():
-            known = {n for t in trained for n in arguments.get((key, t), ())} - {None}
-            others = arguments.get((key, call), set()) - {None}
+            known, others = {n for t in trained for n in arguments(key, t)}, arguments(key, call)
             if trained and (key[1], call) not in backward and (known & others or not others):
                 apart = next((f for a, f in itertools.zip_longest(trained[0][1], call[1]) if a != f and f), None)
                 found.setdefault(apart, []).append((key[0], own))
@@ -339,7 +348,7 @@ def _again(step: Sequence[Product], computed: Iterable[tuple[str, Sequence[Frame
 def _call(scope: str, frames: Sequence[Frame]) -> tuple[bool, tuple[Frame, ...]]:
     """Return whether a product belongs to a differentiated function, and the lines around it, the outermost first."""
     mine = (f for f in reversed(frames) if source([f]) is not None)
-    return _scopes.phase(scope) != "", tuple(mine)
+    return _scopes.phase(scope) != "", tuple(dict.fromkeys(mine))  # calls repeat the lines around them
 
 
 def _exchange(

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
@@ -21,7 +22,7 @@ from ..core.operation_rules import OperationRule, inside, rule_of
 from ..core.source_lines import Frame, Source, frames_of, of_user, source
 from ..distribution.axis_marks import MARK
 from ..distribution.mesh_axes import mesh_axes
-from . import _scopes
+from . import _flops, _scopes
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
@@ -65,8 +66,10 @@ class TracedOperation:
     """The operations that contain it, such as loops and calls of functions, from the outermost."""
     loops: tuple[TracedLoop, ...] = ()
     """The loops around it, from the outermost."""
-    copies: float = 1
-    """The number of devices that each run it, as code per device does; less in one of several branches."""
+    copies: int = 1
+    """The number of devices that each run it, as code per device does."""
+    share: Fraction = Fraction(1)
+    """The share of the turns in which it runs: each branch is taken equally often, or as a schedule says."""
     results: list[TracedArray] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
@@ -101,21 +104,25 @@ class TracedOperation:
 
     @property
     def runs(self) -> int:
-        """Return how often it runs; a loop whose length depends on values is taken to run once."""
+        """Return how often it may run; a loop whose length depends on values is taken to run once."""
         return math.prod(loop.times or 1 for loop in self.loops)
 
     @functools.cached_property
     def flops(self) -> int:
         """The flops of a product or convolution in all its turns, on all devices together."""
+        return int(self.flops_each * self.copies * self.runs * self.share)
+
+    @functools.cached_property
+    def flops_each(self) -> int:
+        """The flops of a product or convolution each time, on one device."""
         if self.rule is None or not self.rule.product:
             return 0
-        met = int(math.prod(self.results[0].shape) * self.copies * self.runs)
+        result = self.results[0].shape
         if self.name == "conv_general_dilated":
-            kernel, features = self.operands[1].shape, self.eqn.params["dimension_numbers"].rhs_spec[0]
-            strides = self.eqn.params["lhs_dilation"]
-            return 2 * met * math.prod(kernel) // (kernel[features] * math.prod(strides))
+            image, kernel = (x.shape for x in self.operands)
+            return _flops.of_traced_convolution(self.eqn.params, image, kernel, result)
         left, summed = self.rule.operands[0], self.rule.summed
-        return 2 * met * math.prod(self.rule.sizes[f] for dim in left for f in dim if f in summed)
+        return _flops.of_product(result, [self.rule.sizes[f] for dim in left for f in dim if f in summed])
 
 
 class StepProgram:
@@ -128,7 +135,7 @@ class StepProgram:
         jaxpr = without_unused(closed.jaxpr)
         self.operations: list[TracedOperation] = []
         self.arguments = [_value_of(v, argument=i) for i, v in enumerate(jaxpr.invars)]
-        self.results = self._run(jaxpr, closed.consts, self.arguments, (), (), 1)
+        self.results = self._run(jaxpr, closed.consts, self.arguments, (), (), 1, Fraction(1))
 
     def _run(
         self,
@@ -137,7 +144,8 @@ class StepProgram:
         given: Sequence[TracedArray],
         around: tuple[TracedOperation, ...],
         loops: tuple[TracedLoop, ...],
-        copies: float,
+        copies: int,
+        share: Fraction,
     ) -> list[TracedArray]:
         known: dict[Any, TracedArray] = dict(zip(jaxpr.invars, given, strict=True))
         for v, value in zip(jaxpr.constvars, constants, strict=False):
@@ -147,7 +155,7 @@ class StepProgram:
             return _value_of(v, constant=v.val) if isinstance(v, Literal) else known[v]
 
         for eqn in jaxpr.eqns:
-            op = TracedOperation(eqn.primitive.name, eqn, [*map(read, eqn.invars)], around, loops, copies)
+            op = TracedOperation(eqn.primitive.name, eqn, [*map(read, eqn.invars)], around, loops, copies, share)
             results = self._results(op)
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -163,14 +171,17 @@ class StepProgram:
                 sizes = dict(op.eqn.params["mesh"].shape)
                 copies *= math.prod(sizes[a] for a in op.eqn.params["newly_manual_axes"])
                 own = [self._of(op, "shard", [x], v.aval) for x, v in zip(given[0], f.jaxpr.invars, strict=True)]
-                found = self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, copies)
+                found = self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, copies, op.share)
                 pairs = zip(found, op.eqn.outvars, strict=True)
                 return [self._of(op, "unshard", [x], v.aval) for x, v in pairs]
-            return self._run(f.jaxpr, f.constants, given[0], (*op.around, op), op.loops, copies)
+            return self._run(f.jaxpr, f.constants, given[0], (*op.around, op), op.loops, copies, op.share)
         if how == "branch":
+            turns = _scopes.turns(f"{op.scope}/{op.name}")
+            taken = Fraction(*turns) if turns else Fraction(1, len(functions))
+            shares = [1 - taken if turns else taken, *[taken] * (len(functions) - 1)]
             found = [
-                self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, op.copies / len(functions))
-                for f, own in zip(functions, given, strict=True)
+                self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, op.copies, op.share * share)
+                for f, own, share in zip(functions, given, shares, strict=True)
             ]
             choices = zip(*found, strict=True)
             return [
@@ -195,7 +206,7 @@ class StepProgram:
         for i in range(last, len(given)):
             given[i] = self._of(op, "slice", [given[i]], f.jaxpr.invars[i].aval, inner)
             loop.sliced.append(given[i].maker)  # pyright: ignore[reportArgumentType]
-        results = self._run(f.jaxpr, f.constants, given, (*op.around, op), inner, op.copies)
+        results = self._run(f.jaxpr, f.constants, given, (*op.around, op), inner, op.copies, op.share)
         ends = [x for x, same in zip(results, passed, strict=False) if not same]
         for carry, end in zip(loop.carried, ends, strict=True):
             carry.operands.append(end)
@@ -213,7 +224,9 @@ class StepProgram:
         loops: tuple[TracedLoop, ...] | None = None,
     ) -> TracedArray:
         """Return what a loop, a conditional or code per device makes of values."""
-        own = TracedOperation(name, op.eqn, operands, op.around, op.loops if loops is None else loops, op.copies)
+        own = TracedOperation(
+            name, op.eqn, operands, op.around, op.loops if loops is None else loops, op.copies, op.share
+        )
         self._add(own, [aval])
         return own.results[0]
 

@@ -106,14 +106,14 @@ def explain(
     if by == "names":
         if compiler_options:
             raise ValueError("explain: by='names' compiles nothing, so it takes no compiler_options.")
-        storage, compute = mappings_of(fn, mapping)
+        storage, compute = _mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
         trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
         report = by_names(trace, sizes, compute, storage, chip, arrays_of(fn, args, kwargs))
         return dataclasses.replace(report, between=_slices_along(around, between))
-    with active(mesh, repeated=by == "partitioner"):
-        args, kwargs = on_devices((args, kwargs))
-        compiled_step = distributed(fn, mapping)
+    with _active_mesh(mesh, repeated=by == "partitioner"):
+        args, kwargs = _arrays_on_devices((args, kwargs))
+        compiled_step = _distributed_step(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
         if by == "partitioner" and platform != "cpu":
             raise ValueError(
@@ -128,7 +128,7 @@ def explain(
         else:
             text, memory = _compiling.partitioned(lowered, compiler_options), None
         program = HloProgram(text, _compiling.device_count(lowered))
-        found = mesh_of(args, kwargs, program.devices)
+        found = _mesh_sizes_of(args, kwargs, program.devices)
         given, here = (args, kwargs), current_mesh()
         if isinstance(compiled_step, CompiledFunction) and not isinstance(compiled_step, DistributedFunction):
             # As the step shards them, and abstract, so that nothing moves.
@@ -154,7 +154,7 @@ def _slices_along(mesh: AnyMesh | None, between: Between) -> dict[str, int]:
     return dict(between) if isinstance(between, Mapping) else {n: mesh.shape[n] for n in names}
 
 
-def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
+def _distributed_step(fn: Callable[..., Any], mapping: Mappings) -> Any:
     """Return a step compiled under a mapping, or as it is if it is compiled already."""
     if mapping is None:
         return fn if hasattr(fn, "lower") else named_jit(fn)
@@ -174,7 +174,7 @@ def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
     )
 
 
-def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+def _mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
     if mapping is None:
         stored, compute = active_parameter_mapping(), active_mapping()
@@ -184,7 +184,7 @@ def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str,
             "explain: by='names' takes the function that is compiled, or `axonym.names.distribute` of it without "
             "mappings, and its mapping: pass `mapping=`, or activate it by `axonym.axis_mapping`."
         )
-    distributed(fn, mapping)  # which raises the error
+    _distributed_step(fn, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
     return normalize_mapping(storage, "explain"), normalize_mapping(compute, "explain")
 
@@ -250,7 +250,7 @@ def _moved_to(mesh: Mesh, tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
+def _active_mesh(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
     """Make the mesh active, with devices of this machine if it has none.
 
     If there are too few, that is an error, unless `repeated` allows to compile for one device in place of all.
@@ -276,21 +276,21 @@ def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
         yield
 
 
-def on_devices(tree: Any) -> Any:
+def _arrays_on_devices(tree: Any) -> Any:
     """Replace arrays on a mesh without devices by arrays on the active mesh."""
-    here, abstract = current_mesh(), any(isinstance(mesh, AbstractMesh) for mesh in meshes_in(tree))
+    here, abstract = current_mesh(), any(isinstance(mesh, AbstractMesh) for mesh in _meshes_in(tree))
     return _moved_to(here, tree) if abstract and isinstance(here, Mesh) else tree
 
 
-def meshes_in(tree: Any) -> list[AnyMesh]:
+def _meshes_in(tree: Any) -> list[AnyMesh]:
     """Return the meshes that the arrays of a tree are on."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
     return [s.mesh for s in shardings if isinstance(s, NamedSharding)]
 
 
-def mesh_of(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
+def _mesh_sizes_of(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
     """Return the mesh axes of a program and their sizes; None if no known mesh has its devices."""
-    known = (m for m in (current_mesh(), *meshes_in((args, kwargs))) if m is not None and m.size == devices)
+    known = (m for m in (current_mesh(), *_meshes_in((args, kwargs))) if m is not None and m.size == devices)
     return next((dict(mesh.shape) for mesh in known), {} if devices == 1 else None)
 
 
