@@ -320,3 +320,18 @@ def test_the_line_of_another_form_is_told(why: str) -> None:
 @pytest.mark.parametrize("why", STEPS)
 def test_nothing_is_told_of_its_healthy_twin(why: str) -> None:
     assert found(STEPS[why].healthy, STEPS[why]) == ()
+
+
+def test_gradients_of_each_task_that_are_used_again_are_no_sum_of_products() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w) - x) ** 2)
+
+    def adapted(w: jax.Array, x: jax.Array) -> jax.Array:
+        return loss(w - 0.1 * jax.grad(loss)(w, x), x)
+
+    def step(w: jax.Array, tasks: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.mean(jax.vmap(adapted, (None, 0))(w, tasks)))(w)
+
+    args = [jax.ShapeDtypeStruct(sizes, "float32") for sizes in ((256, 256), (16, 16, 256))]
+    report = axn.insight.explain(jax.jit(step), *args, by="partitioner")
+    assert [work for work in report.avoidable if work.why == "sum of products"] == []

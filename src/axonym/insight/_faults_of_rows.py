@@ -274,7 +274,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     held = sum(bytes_of(x) for x in step.arguments)
     for op in step.operations:
         maker = _before(op.operands[0]) if op.name == "reduce_sum" else None
-        if maker is None or len(maker.results[0].users) > (1 if maker.flops else 2):
+        if maker is None or _most_users(op.operands[0], maker) > (1 if maker.flops else 2):
             continue
         if maker.name in ("square", "integer_pow") and (before := _before(maker.operands[0])) and before.name == "sub":
             maker = before
@@ -288,6 +288,15 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             share = bytes_of(maker.results[0]) / (bytes_of(maker.results[0]) + held)
         if given * 4 <= size and share >= (WIDE if maker.flops else LEAST):
             yield AvoidableWork("sum of products", None, op.source, share, (given, size))
+
+
+def _most_users(x: TracedArray, maker: TracedOperation) -> int:
+    """Return how many operations use what an operation makes, or the same values before they are summed."""
+    most = len(x.users)
+    while x.maker is not None and x.maker is not maker:
+        x = x.maker.operands[0]
+        most = max(most, len(x.users))
+    return most
 
 
 def _before(x: TracedArray) -> TracedOperation | None:
