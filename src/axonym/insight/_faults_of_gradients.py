@@ -21,7 +21,10 @@ def frozen(step: StepProgram, arguments: Sequence[Any], results: Sequence[Any], 
     paths = [path for i, path in enumerate(arguments) if i in fixed and path]
     # What is kept of their gradients, such as moments, is of no use; nor is the norm of all gradients.
     ends = tuple(f"/{path.partition('/')[2]}" for path in paths if "/" in path)
-    used = [x for x, path in zip(step.results, results, strict=True) if not (ends and str(path).endswith(ends))]
+    if len(results) != len(step.results):  # the trees of some models hide results
+        ends = ()
+    used = [x for x, path in zip(step.results, results, strict=False) if not (ends and str(path).endswith(ends))]
+    used += step.results[len(results) :]
     needed, waiting = set(used), used
     while waiting:
         op = waiting.pop().maker
@@ -100,7 +103,7 @@ def gathered_gradients(
     """Find placements that give devices more of gradients than they have of the parameters."""
     given = sum(bytes_of(x) for x in step.arguments)
     counts: dict[tuple[int, ...], list[int]] = {}
-    for x, path in zip(step.arguments, arguments, strict=True):
+    for x, path in zip(step.arguments, arguments, strict=False):
         counts.setdefault(x.shape, []).append(shards.get(path or "", 1))
     found: dict[Source | None, list[TracedArray]] = {}
     for op in step.operations:

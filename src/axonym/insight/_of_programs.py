@@ -78,7 +78,7 @@ def report_on(
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
     results = leaves_of(lowered.out_info)[0]
-    known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
+    known = [names.find(scope or "") for scope in traced.jaxpr.debug_info.arg_names]
     products = [*products_of(traced_step, mesh or {})]
     uses = [
         (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
