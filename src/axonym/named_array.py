@@ -571,4 +571,6 @@ def small_values(array: Any, most: int = _SMALL) -> str | None:
         return None
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return None
-    return np.array2string(np.asarray(array), precision=4, separator=" ", max_line_width=10_000)
+    # jax 0.10 cannot copy what a program on Explicit mesh axes returns without elements.
+    values = np.asarray(array) if array.size else np.empty(array.shape)
+    return np.array2string(values, precision=4, separator=" ", max_line_width=10_000)

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym.insight import Bounds, Memory, Report
@@ -108,6 +108,21 @@ def test_no_work_is_said_to_be_repeated_where_none_is(case: tuple[str, str]) -> 
     with jax.set_mesh(mesh):
         report = axn.insight.explain(compiled, *args, by="partitioner")
     assert "no product is repeated outside of code per device" in report.verdict.fine
+
+
+def test_a_product_that_xla_merges_with_a_transpose_counts_at_its_own_line(auto_mesh: Mesh) -> None:
+    """XLA gives it the line of the transpose, here the one of another product."""
+
+    def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        a, b = jax.numpy.tanh(x @ w), jax.numpy.tanh(y @ w) @ w.T
+        scores = jax.numpy.tanh(a @ w.T) @ b.T
+        return -jax.numpy.mean(jax.numpy.diagonal(jax.nn.log_softmax(scores)))
+
+    def array(sizes: tuple[int, ...], *spec: str) -> Any:
+        return jax.ShapeDtypeStruct(sizes, "float32", sharding=NamedSharding(auto_mesh, P(*spec)))
+
+    rows = array((512, 512), ("data", "model"))
+    assert axn.insight.explain(jax.grad(loss), array((512, 2048)), rows, rows, by="partitioner").repeated == ()
 
 
 def test_transfers_have_the_path_of_their_parameter() -> None:

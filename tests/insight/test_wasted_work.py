@@ -290,6 +290,48 @@ def test_the_line_of_a_fault_is_told(why: str) -> None:
     assert len(work) == 1 and work[0].source is not None and work[0].source.line in marked, work
 
 
+def more_padded(w: Tree, x: axn.NamedArray) -> Any:
+    empty = axn.zeros((Batch, Pos.resize(64), Embed))
+    return hidden(w, empty.at["pos", : Pos.size].set(x))["pos", : Pos.size]  # padding
+
+
+def zeroed(w: Tree, state: Tree, x: axn.NamedArray) -> Any:
+    gradients = jax.grad(lambda w: axn.mean(axn.dot(hidden(w, x), w["head"], axis="embed") ** 2).scalar())(w)  # frozen
+    gradients = {name: g if name == "head" else 0.0 * g for name, g in gradients.items()}
+    state = jax.tree.map(lambda m, g: 0.9 * m + g, state, gradients)
+    return jax.tree.map(lambda w, m: w - m, w, state), state
+
+
+def distant(w: Tree, x: axn.NamedArray) -> Any:
+    return axn.sum((axn.broadcast_axis(x, Words) - w["table"]) ** 2, "embed")  # sum of products
+
+
+OTHERS: dict[str, Callable[..., Any]] = {"padding": trained(more_padded), "frozen": zeroed, "sum of products": distant}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_the_line_of_another_form_is_told(why: str) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    marked = {i for i, line in enumerate(lines, 1) if line.endswith(f"# {why}")}
+    work = [work for work in found(OTHERS[why], STEPS[why]) if work.why == why]
+    assert len(work) == 1 and work[0].source is not None and work[0].source.line in marked, work
+
+
 @pytest.mark.parametrize("why", STEPS)
 def test_nothing_is_told_of_its_healthy_twin(why: str) -> None:
     assert found(STEPS[why].healthy, STEPS[why]) == ()
+
+
+def test_gradients_of_each_task_that_are_used_again_are_no_sum_of_products() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w) - x) ** 2)
+
+    def adapted(w: jax.Array, x: jax.Array) -> jax.Array:
+        return loss(w - 0.1 * jax.grad(loss)(w, x), x)
+
+    def step(w: jax.Array, tasks: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.mean(jax.vmap(adapted, (None, 0))(w, tasks)))(w)
+
+    args = [jax.ShapeDtypeStruct(sizes, "float32") for sizes in ((256, 256), (16, 16, 256))]
+    report = axn.insight.explain(jax.jit(step), *args, by="partitioner")
+    assert [work for work in report.avoidable if work.why == "sum of products"] == []

@@ -121,3 +121,14 @@ def test_an_array_that_is_sharded_over_the_only_mesh_axis_is_its_own_kernel() ->
     with jax.set_mesh(axn.make_mesh({"data": 4}, devices=jax.devices()[:4])):
         found = jax.jit(fn)(axn.shard(x, {"t": "data"}))
     np.testing.assert_allclose(found.array, fn(x).array)
+
+
+@pytest.mark.parametrize("mode", ["full", "same", "valid"])
+@pytest.mark.parametrize("sizes", [(5, 2), (4, 4), (3, 5)])
+def test_correlation_is_convolution_with_the_array_turned_around(sizes: tuple[int, int], mode: str) -> None:
+    rng = np.random.default_rng(0)
+    a, v = (rng.normal(size=n) + 1j * rng.normal(size=n) for n in sizes)
+    turned = axn.conj(axn.flip(axn.named(v, "t"), "t"))
+    np.testing.assert_allclose(
+        axn.convolve(axn.named(a, "t"), turned, "t", mode).array, np.correlate(a, v, mode), rtol=1e-5
+    )

@@ -458,3 +458,10 @@ def test_an_argument_on_other_devices_than_the_mesh_is_named() -> None:
             axn.named_jit(lambda m: m["w"] * 2, {"embed": "data"})(model)
         placed = axn.named_jit(lambda m: m["w"] * 2, {"embed": "data"}, in_placement={"embed": "data"})(model)
     assert placed.array.sharding.spec == jax.P("data")
+
+
+def test_results_without_elements_are_printed(explicit_mesh) -> None:
+    with axn.set_mesh(explicit_mesh), axn.axis_mapping({"batch": "data"}):
+        x = axn.shard(axn.ones({"batch": 8, "embed": 2}))
+        empty = axn.named_jit(lambda x: x["embed", 0:0])(x)
+    assert repr(empty) == "NamedArray(float32[batch=8, embed=0], [])"

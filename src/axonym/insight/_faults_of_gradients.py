@@ -15,22 +15,23 @@ from .records import AvoidableWork, some, without_numbers
 
 
 def frozen(step: StepProgram, arguments: Sequence[Any], results: Sequence[Any], total: int) -> Iterator[AvoidableWork]:
-    """Find gradients of parameters that the step returns as they were."""
+    """Find gradients that are zeroed, or of parameters that the step returns as they were."""
     zero = _zeros(step)
     fixed = {x.argument for x in (_unchanged(x, zero) for x in step.results) if x.argument is not None}
     paths = [path for i, path in enumerate(arguments) if i in fixed and path]
-    if not paths or not any(op.phase == "backward" for op in step.operations):
-        return
     # What is kept of their gradients, such as moments, is of no use; nor is the norm of all gradients.
     ends = tuple(f"/{path.partition('/')[2]}" for path in paths if "/" in path)
-    used = [x for x, path in zip(step.results, results, strict=True) if not (ends and str(path).endswith(ends))]
+    if len(results) != len(step.results):  # the trees of some models hide results
+        ends = ()
+    used = [x for x, path in zip(step.results, results, strict=False) if not (ends and str(path).endswith(ends))]
+    used += step.results[len(results) :]
     needed, waiting = set(used), used
     while waiting:
         op = waiting.pop().maker
         if (
             op is None
             or op.results[0] in zero
-            or (op.name == "reduce_sum" and not op.results[0].shape and not op.phase)
+            or (paths and op.name == "reduce_sum" and not op.results[0].shape and not op.phase)
         ):
             continue
         new = [x for x in op.operands if x not in needed]
@@ -43,7 +44,9 @@ def frozen(step: StepProgram, arguments: Sequence[Any], results: Sequence[Any], 
     ]
     if (share := share_of(unused, total)) >= LEAST:
         line = next(iter(unused[0].lines()), None)
-        yield AvoidableWork("frozen", None, line, share, of=some(list(dict.fromkeys(map(without_numbers, paths)))))
+        yield AvoidableWork(
+            "frozen", None, line, share, of=some(list(dict.fromkeys(map(without_numbers, paths)))) or "they are zeroed"
+        )
 
 
 def joined_parameters(step: StepProgram) -> Iterator[AvoidableWork]:
@@ -100,7 +103,7 @@ def gathered_gradients(
     """Find placements that give devices more of gradients than they have of the parameters."""
     given = sum(bytes_of(x) for x in step.arguments)
     counts: dict[tuple[int, ...], list[int]] = {}
-    for x, path in zip(step.arguments, arguments, strict=True):
+    for x, path in zip(step.arguments, arguments, strict=False):
         counts.setdefault(x.shape, []).append(shards.get(path or "", 1))
     found: dict[Source | None, list[TracedArray]] = {}
     for op in step.operations:

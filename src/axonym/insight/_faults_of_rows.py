@@ -63,6 +63,10 @@ def _paddings(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
         filled = [x for x in op.operands if not is_constant(x)]
         if 0 < len(filled) < len(op.operands):
             yield i, sum(x.shape[i] for x in filled), shape[i]
+    elif op.name in ("scatter", "dynamic_update_slice") and is_constant(op.operands[0]):
+        new, shape = op.operands[2 if op.name == "scatter" else 1].shape, op.results[0].shape
+        if len(new) == len(shape):
+            yield from ((i, n, m) for i, (n, m) in enumerate(zip(new, shape, strict=True)) if n < m)
 
 
 def unused_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
@@ -270,7 +274,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     held = sum(bytes_of(x) for x in step.arguments)
     for op in step.operations:
         maker = _before(op.operands[0]) if op.name == "reduce_sum" else None
-        if maker is None or len(maker.results[0].users) > (1 if maker.flops else 2):
+        if maker is None or _most_users(op.operands[0], maker) > (1 if maker.flops else 2):
             continue
         if maker.name in ("square", "integer_pow") and (before := _before(maker.operands[0])) and before.name == "sub":
             maker = before
@@ -286,9 +290,18 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             yield AvoidableWork("sum of products", None, op.source, share, (given, size))
 
 
+def _most_users(x: TracedArray, maker: TracedOperation) -> int:
+    """Return how many operations use what an operation makes, or the same values before they are summed."""
+    most = len(x.users)
+    while x.maker is not None and x.maker is not maker:
+        x = x.maker.operands[0]
+        most = max(most, len(x.users))
+    return most
+
+
 def _before(x: TracedArray) -> TracedOperation | None:
     """Return the operation that makes a value, apart from conversions."""
-    while x.maker is not None and x.maker.name in ("convert_element_type", "sharding_constraint", "copy"):
+    while x.maker is not None and x.maker.name in ("convert_element_type", "sharding_constraint", "copy", "transpose"):
         x = x.maker.operands[0]
     return x.maker
 

@@ -78,7 +78,7 @@ def report_on(
     arrays = [(i.scope, names.find(i.scope), shape) for i in program.parameters() for shape in i.shapes]
     kept = [x for _, x, _ in arrays]
     results = leaves_of(lowered.out_info)[0]
-    known = [names.find(scope) for scope in traced.jaxpr.debug_info.arg_names]
+    known = [names.find(scope or "") for scope in traced.jaxpr.debug_info.arg_names]
     products = [*products_of(traced_step, mesh or {})]
     uses = [
         (op, [known[y.argument] for x in op.operands[:2] if (y := origin(x)).argument is not None])
@@ -139,18 +139,25 @@ def repeated(
     Arguments:
         computed: the scope, the lines, the flops and the branches of products of each device.
     """
-    own, taken = Counter[Any](), Counter[Any]()
+    own, taken, merged, devices = Counter[Any](), Counter[Any](), Counter[Any](), math.prod(mesh.values())
     for scope, frames, flops, branches in computed:
         key = _key(scope, frames)
         own[key] += flops
         taken[key] += mean(flops, branches)
+        merged[key] += flops if scope.endswith("/transpose") else 0
     needed: dict[tuple[str | None, str, Source | None], list[Product]] = {}
     for product in step:
         needed.setdefault(_key(product.scope, product.frames), []).append(product)
+    sums = {
+        k: 0 if any(p.flops is None for p in found) else sum(p.flops or 0 for p in found) for k, found in needed.items()
+    }
     for key, products in needed.items():
-        flops = 0 if any(p.flops is None for p in products) else sum(p.flops or 0 for p in products)
-        done = own[key] * math.prod(mesh.values())
+        flops, done = sums[key], own[key] * devices
         if flops and done >= _LEAST * flops:
+            # XLA gives a product that it merges with a transpose the line of that, so another line may lack it.
+            lacking = sum(max(0, sums[k] - own[k] * devices) for k in needed if k[1] == key[1])
+            if merged[key] and lacking >= merged[key] * devices > done - _LEAST * flops:
+                continue
             copies, operation = round(done / flops), _scopes.operation(products[0].scope)
             # They repeat it along the mesh axes that shard none of its axes, or else along the only possible ones.
             idle = tuple(a for a, n in mesh.items() if n > 1 and operation and a not in operation.over)

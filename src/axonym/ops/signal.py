@@ -20,7 +20,8 @@ def convolve(
     """Compute the convolution of two arrays along an axis.
 
     Axes that the operands share are matched; the operands broadcast along the others. The result has the axes of `a`,
-    then the axes that only `v` has. The correlation with `v` is the convolution with `axn.conj(axn.flip(v, axis))`.
+    then the axes that only `v` has. The correlation with `v` is the convolution with `axn.conj(axn.flip(v, axis))`;
+    with "same", and a longer `v`, NumPy's may begin one position later.
 
     Arguments:
         v: a named array; its axis may have another size.
