@@ -87,5 +87,5 @@ def _computing(op: TracedOperation) -> Iterator[TracedOperation]:
     for x in itertools.islice(waiting, 32):
         if (maker := x.maker) is not None:
             yield maker
-            if maker.name in _CONSTRAINTS or (maker.rule is not None and maker.rule.values == "each"):
+            if maker.name in _CONSTRAINTS or (maker.rule is not None and maker.rule.values in ("each", "linear")):
                 waiting += [y for y in maker.operands if y.shape == shape]
