@@ -57,7 +57,9 @@ class Constraints:
         self._by_key: dict[Any, list[Constraint]] = {}
         for op in step.operations:
             sharding = op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding"))
-            if op.name in _CONSTRAINTS and isinstance(sharding, NamedSharding):
+            own = _scopes.operation(op.scope)  # an operation on Explicit axes places its operands itself
+            by_user = op.name == "sharding_constraint" or own is None or own.name == "shard"
+            if op.name in _CONSTRAINTS and by_user and isinstance(sharding, NamedSharding):
                 shape = op.results[0].shape
                 entries = padded(sharding.spec, len(shape))
                 over = tuple(None if e is PartitionSpec.UNCONSTRAINED else mesh_axes(e) for e in entries)
