@@ -275,7 +275,7 @@ def test_a_function_that_holds_arrays(explicit_mesh: Mesh) -> None:
         b = axn.shard(B, {"batch": "data"})
         with pytest.raises(Exception) as e:
             lift(lambda x: x * held, "row -> row")(b)
-        expected = "lift(<lambda>): on Explicit mesh axes, the function cannot close over arrays"
+        expected = "lift(<lambda>): the function closes over arrays"
         assert any(expected in n and "operands" in n for n in e.value.__notes__)
 
 

@@ -164,13 +164,13 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # fmt: off
-all = _make_reduction(reduction, "all", _of_truth(jnp.all), "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _make_reduction(reduction, "any", _of_truth(jnp.any), "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
-max = _make_reduction(reduction, "max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-min = _make_reduction(reduction, "min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-ptp = _make_reduction(reduction, "ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
-nanmax = _make_reduction(reduction, "nanmax", _without_nan(jnp.nanmax, _max), "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
-nanmin = _make_reduction(reduction, "nanmin", _without_nan(jnp.nanmin, _min), "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+all = _make_reduction(reduction, "all", _of_truth(jnp.all), "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]", use="and")
+any = _make_reduction(reduction, "any", _of_truth(jnp.any), "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]", use="or")
+max = _make_reduction(reduction, "max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]", use="max")
+min = _make_reduction(reduction, "min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]", use="min")
+ptp = _make_reduction(reduction, "ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]", use="max")
+nanmax = _make_reduction(reduction, "nanmax", _without_nan(jnp.nanmax, _max), "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]", use="max")
+nanmin = _make_reduction(reduction, "nanmin", _without_nan(jnp.nanmin, _min), "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]", use="min")
 
 mean = _make_reduction(typed_reduction, "mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
 nanmean = _make_reduction(typed_reduction, "nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")

@@ -6,8 +6,10 @@ All other axes of the named arrays are matched by name and mapped over.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
@@ -123,7 +125,8 @@ def lift(
         try:
             return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
-            if has_explicit(mesh_around()) and not str(e).startswith(what):
+            explicit = has_explicit(mesh_around())
+            if explicit and not str(e).startswith(what) and _closes_over_arrays(fn):
                 e.add_note(_CLOSES_OVER_ARRAYS.format(what=what))
             raise
 
@@ -138,9 +141,21 @@ def _function_name(fn: Callable[..., Any]) -> str:
 
 
 _CLOSES_OVER_ARRAYS = (
-    "{what}: on Explicit mesh axes, the function cannot close over arrays. Make them operands, each with a term in the "
-    "spec, or hold them in a module or a `functools.partial`."
+    "{what}: the function closes over arrays, which does not work on Explicit mesh axes. Make them operands, each with "
+    "a term in the spec, or hold them in a module or a `functools.partial`."
 )
+
+
+def _closes_over_arrays(fn: Any) -> bool:
+    """Return whether a function uses arrays from the surrounding code, or in an object that JAX cannot flatten."""
+    if isinstance(fn, functools.partial):
+        return _closes_over_arrays(fn.func)
+    function = inspect.unwrap(fn)
+    found = [getattr(getattr(function, "__self__", None), "__dict__", None)]
+    with contextlib.suppress(TypeError):  # not written in Python
+        around = inspect.getclosurevars(function)
+        found += [around.nonlocals, around.globals]
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(found))
 
 
 # --- the signature: axes of operands, and other arguments ---
