@@ -3,9 +3,9 @@
 The models in `planted_again/` are as they were written, and `key.json` has what was planted. A third person saw the
 first eight lines of each report, with 100 columns, and nothing else. Of 20 faults he found 14 with their places and one
 without; of the six healthy steps he took none for faulty. What is missed: moments of an optimizer without names, and a
-storage mapping that lacks an axis, where all fits the chip (03, 12); an axis of a contraction that is sharded in place of
-another (04); weights that one token gathers (08); why keys are gathered whose axis the mapping lacks (11); and of
-checkpointing around checkpointed layers, the line (01).
+storage mapping that lacks an axis, where all fits the chip (03, 12); a summed axis that is sharded instead of
+another (04); weights that one token gathers (08); why keys are gathered whose axis the mapping lacks (11); and the line
+of checkpointing around checkpointed layers (01).
 """
 
 from __future__ import annotations
