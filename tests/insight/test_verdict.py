@@ -118,7 +118,7 @@ def test_a_product_that_xla_merges_with_a_transpose_counts_at_its_own_line(auto_
         scores = jax.numpy.tanh(a @ w.T) @ b.T
         return -jax.numpy.mean(jax.numpy.diagonal(jax.nn.log_softmax(scores)))
 
-    def array(sizes: tuple[int, ...], *spec: str) -> Any:
+    def array(sizes: tuple[int, ...], *spec: Any) -> Any:
         return jax.ShapeDtypeStruct(sizes, "float32", sharding=NamedSharding(auto_mesh, P(*spec)))
 
     rows = array((512, 512), ("data", "model"))
