@@ -39,7 +39,7 @@ forward = mixed_precision("params=float32,compute=bfloat16,output=float32", Comp
 
 def begin(key, *axes):
     model = Composer.init(*axes, key=key)
-    return model, ADAM.init(model)
+    return model, ADAM.init(model)  # pyright: ignore[reportArgumentType]
 
 
 def loss(model, notes, following):
