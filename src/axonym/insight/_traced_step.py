@@ -169,7 +169,8 @@ class StepProgram:
             f, copies = functions[0], op.copies
             if how == "device":
                 sizes = dict(op.eqn.params["mesh"].shape)
-                copies *= math.prod(sizes[a] for a in op.eqn.params["newly_manual_axes"])
+                # Where no axes become manual here, the code runs on the devices that run what is around it.
+                copies *= math.prod(sizes[a] for a in op.eqn.params.get("newly_manual_axes", ()))
                 own = [self._of(op, "shard", [x], v.aval) for x, v in zip(given[0], f.jaxpr.invars, strict=True)]
                 found = self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, copies, op.share)
                 pairs = zip(found, op.eqn.outvars, strict=True)
