@@ -144,6 +144,20 @@ def _varying() -> None:
     assert seen == [frozenset({"data"})]
 
 
+def _made_manual() -> None:
+    """Of nested ones, each names its own."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "model"))
+    inner = jax.shard_map(
+        lambda x: x + 1, in_specs=PartitionSpec("model"), out_specs=PartitionSpec("model"), axis_names={"model"}
+    )
+    outer = jax.shard_map(
+        inner, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}
+    )
+    (around,) = jax.make_jaxpr(outer)(jnp.ones(4)).eqns
+    (inside,) = around.params["jaxpr"].eqns
+    assert [jax_versions.axes_made_manual(e) for e in (around, inside)] == [{"data"}, {"model"}]
+
+
 def _devices() -> None:
     one, two = (Mesh(np.array(jax.devices()[i : i + 2]), ("data",)) for i in (0, 2))
     x, y = (jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("data"))) for mesh in (one, two))
@@ -168,6 +182,7 @@ PROBES: dict[str, tuple[str, Callable[[], None]]] = {
     "the check of `jax.grad` that a result is a scalar": (r'"_check_scalar"', _asked_by_grad),
     "attributes of a lowered module": (r'compiler_ir\("stablehlo"\)', _module_attributes),
     "the mesh axes over which a value varies": (r'kind, "vma"', _varying),
+    "the mesh axes that a `shard_map` makes manual": (r'"newly_manual_axes"', _made_manual),
     'the text "incompatible devices"': (r"incompatible devices", _devices),
     'the texts "spmd_axis_name" and "duplicate entries"': (r'"spmd_axis_name" in', _taken_axis),
 }

@@ -29,6 +29,15 @@ def varying_axes(x: Any) -> frozenset[str]:
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
+def axes_made_manual(equation: Any) -> frozenset[str]:
+    """Return the mesh axes that an equation makes manual: those of a `shard_map`, and none of another one.
+
+    The parameter had another name before jax 0.10.2.
+    """
+    params = equation.params
+    return frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
+
+
 def is_about_devices(error: ValueError) -> bool:
     """Return whether `jax.jit` refused a call because arguments and mesh have different devices, by its message."""
     return "incompatible devices" in str(error)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from ..core.jax_versions import axes_made_manual
 from ..core.source_lines import Frame, Source
 from . import _scopes
 from ._named_events import short_dtype
@@ -62,7 +63,7 @@ def _copies(op: TracedOperation, mesh: Mapping[str, int]) -> int:
     A named product runs per device if it gathers parameters; the mesh axes that shard none of its axes repeat it.
     """
     operation, pipeline = _scopes.operation(op.scope), _scopes.around(op.scope, "pipeline")
-    axes = {a for outer in op.around for a in outer.eqn.params.get("newly_manual_axes", ())}
+    axes = {a for outer in op.around for a in axes_made_manual(outer.eqn)}
     if operation is not None and operation.name == "dot":
         # Stages of a pipeline have layers of their own.
         axes = axes & (operation.over | (pipeline.over if pipeline else set()))

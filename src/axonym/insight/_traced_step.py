@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from ..core.jax_versions import without_unused
+from ..core.jax_versions import axes_made_manual, without_unused
 from ..core.operation_rules import OperationRule, inside, rule_of
 from ..core.source_lines import Frame, Source, frames_of, of_user, source
 from ..distribution.axis_marks import MARK
@@ -169,8 +169,7 @@ class StepProgram:
             f, copies = functions[0], op.copies
             if how == "device":
                 sizes = dict(op.eqn.params["mesh"].shape)
-                # Where no axes become manual here, the code runs on the devices that run what is around it.
-                copies *= math.prod(sizes[a] for a in op.eqn.params.get("newly_manual_axes", ()))
+                copies *= math.prod(sizes[a] for a in axes_made_manual(op.eqn))
                 own = [self._of(op, "shard", [x], v.aval) for x, v in zip(given[0], f.jaxpr.invars, strict=True)]
                 found = self._run(f.jaxpr, f.constants, own, (*op.around, op), op.loops, copies, op.share)
                 pairs = zip(found, op.eqn.outvars, strict=True)

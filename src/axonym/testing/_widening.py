@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from jax.extend.source_info_util import summarize
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core.jax_versions import scan_operands, x64_while_partitioning
+from ..core.jax_versions import axes_made_manual, scan_operands, x64_while_partitioning
 
 # Equations that only call the program in the parameter named here. Rules for derivatives and the like are used before.
 _CALLS = {
@@ -138,7 +138,7 @@ class WidenedProgram:
         if primitive.name in _CALLS:
             return self._call(equation, params[_CALLS[primitive.name]], operands)
         if primitive.name == "shard_map":
-            return self._shard_map(params, operands)
+            return self._shard_map(equation, operands)
         if primitive is primitives.scan_p:
             return self._scan(params, operands)
         if primitive is primitives.while_p:
@@ -229,11 +229,12 @@ class WidenedProgram:
         self._keep({i: jnp.moveaxis(x, 0, 1) if i in moved else x for i, x in values.items()})
         return [*carry, *stacked]
 
-    def _shard_map(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def _shard_map(self, equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         if self._without_mesh:
             raise ValueError("per-device code needs its mesh")
-        mesh, around = params["mesh"], self._devices
-        manual = {a: mesh.shape[a] for a in mesh.axis_names if a in params["newly_manual_axes"]}
+        params, around, axes = equation.params, self._devices, axes_made_manual(equation)
+        mesh = params["mesh"]
+        manual = {a: mesh.shape[a] for a in mesh.axis_names if a in axes}
         inner: list[Any] = []
 
         def body(*arrays: Any) -> Any:
@@ -248,7 +249,7 @@ class WidenedProgram:
 
         out_specs = (params["out_specs"], PartitionSpec(tuple(manual)))
         options = {k: params[k] for k in ("mesh", "in_specs", "check_vma")}
-        mapped = jax.shard_map(body, out_specs=out_specs, axis_names=params["newly_manual_axes"], **options)
+        mapped = jax.shard_map(body, out_specs=out_specs, axis_names=axes, **options)
         results, values = mapped(*operands)
         self._keep(values)
         self._continue(inner, results)
