@@ -248,7 +248,7 @@ HOW_TO_NAME = (
     " Name its axes with axonym.named(array, axes). `jax.tree.map` passes the raw arrays in named ones; "
     "`axonym.tree.map` passes the named arrays."
 )
-"""What to do about a raw array in the place of a named one."""
+"""The way out of an error about a raw array where a named array is expected."""
 
 
 def caret(text: str, start: int, stop: int, message: str) -> str:

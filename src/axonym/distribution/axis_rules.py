@@ -1,6 +1,6 @@
-"""What an operation does to named axes: its rule, from which its distribution follows.
+"""Declare the use of named axes by an operation in one rule, from which the distribution of the operation follows.
 
-`axonym.core.operation_rules` says the same of JAX's primitives.
+`axonym.core.operation_rules` has the rules of JAX's primitives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ..axis import Names
 from .policy import Successors
 
 INFERRED = frozenset(("sum", "max", "min", "and", "or", "index of", "turned"))
-"""What JAX does along an axis on Explicit mesh axes, and infers the sharding of the result. The gradient of a product
-reshapes, for which it needs an output sharding."""
+"""The uses of an axis for which JAX infers the sharding of the result on Explicit mesh axes. `prod` is none of them:
+its gradient reshapes, which needs an output sharding."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class AxisRule:
     results: Any
     """The axes of the result, or a tuple of them for several."""
     uses: Mapping[str, str] | None = None
-    """What happens along axes that are not treated index by index: `sum`, `max` and so on; `index of`, the place of an
-    element; `turned`, the other order; `whole`, all of it is needed. None if nothing is said of any axis, as where
-    results can be constants, which have no sharding."""
+    """The use of axes that are not treated index by index: `sum`, `max` and so on; `index of`, the place of an element;
+    `turned`, the other order; `whole`, each device needs all of the axis. None if no use is declared, as where results
+    can be constants, which have no sharding."""
     successors: Successors = dataclasses.field(default_factory=dict)
     """For axes that are split, merged or renamed, the axes of results that can take over their sharding."""
     product: bool = False
-    """Whether it multiplies its operands, and all-gathers parameters among them itself."""
+    """True if the operation multiplies its operands, and all-gathers parameters among them itself."""
 
     @property
     def by_index(self) -> bool:

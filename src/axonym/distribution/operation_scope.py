@@ -84,7 +84,7 @@ class ScopedOperation:
     turns: tuple[int, int] | None = None
     """Of a condition in a loop, in how many turns it holds, and how many there are."""
     rule: AxisRule = dataclasses.field(default=AxisRule((), ()), repr=False, compare=False)
-    """What it says that it does to these axes."""
+    """The declared use of these axes."""
 
     @property
     def axes(self) -> Axes:

@@ -11,8 +11,8 @@ from ._arguments import PlacedArgument
 from ._checks_of_mapping import explained_axes, how_to_place, misspelt, not_placed
 from ._figures import Figures, needed_memory
 from ._text import described_axes
-from .records import described_held, some, without_numbers
-from .suspicions import LEAST, MOST, MUCH, WIDE, Found, Suspicion, listed, matters, percentage, share_sent
+from .records import MUCH, WIDE, described_held, some, without_numbers
+from .suspicions import LEAST, MOST, Found, Suspicion, listed, matters, percentage, share_sent
 
 
 def check_memory(report: Figures) -> Found:
@@ -118,8 +118,8 @@ def check_stored(report: Figures) -> Found:
     taken = {*axes_in(report.mapping.values())}
     stored: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     # The state of an optimizer may be sharded where its parameter is replicated: only updates are gathered then.
-    replicated = {_in_model(x) for x in _updated(report) if not any(x.over)}
-    for x in _updated(report):
+    replicated = {_in_model(x) for x in _updated_arguments(report) if not any(x.over)}
+    for x in _updated_arguments(report):
         for n, over in zip(x.axes, x.over, strict=True):
             if taken.intersection(over) and not report.mapping.get(n or "") and _in_model(x) not in replicated:
                 stored.setdefault((n or "", over), {})[without_numbers(x.path)] = None
@@ -133,7 +133,7 @@ def check_stored(report: Figures) -> Found:
 def check_states(report: Figures) -> Found:
     """Find parameters and what an optimizer keeps of them that are sharded over different mesh axes."""
     alike: dict[Any, list[PlacedArgument]] = {}
-    for x in _updated(report):
+    for x in _updated_arguments(report):
         alike.setdefault(_in_model(x), []).append(x)
     pairs = [
         (a, b)
@@ -147,7 +147,7 @@ def check_states(report: Figures) -> Found:
         yield Suspicion("look", cause, ("An update moves one to the other.",), "one placement for both.")
 
 
-def _updated(report: Figures) -> list[PlacedArgument]:
+def _updated_arguments(report: Figures) -> list[PlacedArgument]:
     """Return the arguments that the step updates, if their axes have names."""
     return [x for x in report.placed if x.path in report.updated and None not in x.axes]
 

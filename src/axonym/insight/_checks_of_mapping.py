@@ -10,12 +10,12 @@ from ..distribution.mesh_axes import mesh_axes
 from ._checks_of_transfers import lost_axes
 from ._figures import Figures
 from ._text import Said, described_axes
-from .records import SMALL, RepeatedWork
-from .suspicions import MUCH, Found, Suspicion, described_repeats, listed, percentage, repeated_share
+from .records import MUCH, SMALL, RepeatedWork
+from .suspicions import Found, Suspicion, described_repeats, listed, percentage, repeated_share
 
 
 def check_names(report: Figures) -> Found:
-    for name, over in _unknown(report).items():
+    for name, over in _unknown_names(report).items():
         # A mapping for several models has names that some have not; an axis that it shards is not meant by another.
         of_it = [mapping for mapping in (report.parameter_mapping, report.mapping) if mapping.get(name)]
         hint = suggestion(name, [n for n in report.axes if not all(mapping.get(n) for mapping in of_it)])
@@ -35,18 +35,18 @@ def check_names(report: Figures) -> Found:
         yield "each name of the mapping is an axis of an array"
 
 
-def _unknown(report: Figures) -> dict[str, tuple[str, ...]]:
+def _unknown_names(report: Figures) -> dict[str, tuple[str, ...]]:
     """Return the names of the mappings that no array has, with their mesh axes."""
     both = {**report.parameter_mapping, **report.mapping} if report.axes else {}
     return {n: mesh_axes(over) for n, over in both.items() if over and n not in report.axes}
 
 
 def misspelt(report: Figures) -> set[str]:
-    return {a for over in _unknown(report).values() for a in over}
+    return {a for over in _unknown_names(report).values() for a in over}
 
 
 def check_mesh_axes(report: Figures) -> Found:
-    idle = _idle(report)
+    idle = _idle_mesh_axes(report)
     if over := [a for a in idle or () if a not in misspelt(report)]:
         work = [w for w in report.repeated if set(over) & set(w.axes)]
         axes, along = ("axis", "it") if len(over) == 1 else ("axes", "them")
@@ -62,7 +62,7 @@ def check_mesh_axes(report: Figures) -> Found:
         yield "each mesh axis is used"
 
 
-def _idle(report: Figures) -> list[str] | None:
+def _idle_mesh_axes(report: Figures) -> list[str] | None:
     """Return the mesh axes that nothing uses; None if that is not known."""
     devices = math.prod(report.mesh.values())
     known = all(math.prod(report.mesh[a] for axes in x.over for a in axes) * x.copies == devices for x in report.placed)
@@ -75,7 +75,7 @@ def _idle(report: Figures) -> list[str] | None:
 
 def explained_axes(report: Figures) -> set[str]:
     """Return the mesh axes whose copies and repeated work follow from another remark."""
-    return misspelt(report).union(_idle(report) or ())
+    return misspelt(report).union(_idle_mesh_axes(report) or ())
 
 
 def check_repeats(report: Figures) -> Found:

@@ -1,4 +1,4 @@
-"""Check what a step sends, for causes that it could do without."""
+"""Check the exchanges of a step for causes that the step could do without."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from ..core.errors import describe_bytes
 from ..core.source_lines import Source
 from ._figures import Figures
 from ._text import described_axes
-from .records import Collective, carried_axes, grouped, known_sent, path_of, some
+from .records import MUCH, Collective, carried_axes, grouped, known_sent, path_of, some
 from .suspicions import (
-    MUCH,
     Found,
     Suspicion,
     at_line,
@@ -174,7 +173,7 @@ def check_sums(report: Figures) -> Found:
 
 
 _LONGER = 3
-"""How many times the compute exchanges of activations may take before they are worth a remark."""
+"""The factor by which exchanges of activations take longer than the compute, from which they are worth a remark."""
 _LONG = 1e-3
 """The seconds from which they are: in small steps, everything is short."""
 

@@ -1,4 +1,4 @@
-"""Check what a step computes, and holds of it, for what it could leave out."""
+"""Check a step for compute, and for arrays that it holds, which the step could leave out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from ..core.errors import counted, describe_bytes
 from ._checks_of_transfers import lost_axes
 from ._figures import Figures
 from ._text import short_operation
-from .suspicions import MUCH, Found, Suspicion, at_line, percentage
+from .records import MUCH
+from .suspicions import Found, Suspicion, at_line, percentage
 
 _WORDS = {
     "one-hot": (
@@ -84,7 +85,7 @@ _WORDS = {
     ),
     "wide": (
         "{of}{at}: {share} of the flops of the forward pass come after it in the larger dtype",
-        "convert what is added or multiplied there to the smaller dtype, or convert the result.",
+        "convert the wider operand there to the smaller dtype, or convert the result.",
     ),
 }
 """For each kind of avoidable work, the words of a report and the advice."""

@@ -8,13 +8,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
-
 from ..core.source_lines import Frame
-from ..distribution.mesh_axes import mesh_axes, padded
 from ..distribution.operation_scope import RECORD
 from . import _scopes
-from ._traced_step import StepProgram, TracedOperation
+from ._traced_step import CONSTRAINTS, StepProgram, TracedOperation, constrained_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,37 +44,32 @@ class Constraint:
         return own is not None and self.kept.issuperset(over) and set(over).isdisjoint(own)
 
 
-_CONSTRAINTS = "sharding_constraint", "reshard"
-
-
 class Constraints:
     """The sharding constraints of a step."""
 
     def __init__(self, step: StepProgram):
         self._by_key: dict[Any, list[Constraint]] = {}
         for op in step.operations:
-            sharding = op.eqn.params.get("sharding", op.eqn.params.get("dst_sharding"))
             own = _scopes.operation(op.scope)  # an operation on Explicit axes places its operands itself
             by_user = op.name == "sharding_constraint" or own is None or own.name == "shard"
-            if op.name in _CONSTRAINTS and by_user and isinstance(sharding, NamedSharding):
-                shape = op.results[0].shape
-                entries = padded(sharding.spec, len(shape))
-                over = tuple(None if e is PartitionSpec.UNCONSTRAINED else mesh_axes(e) for e in entries)
-                constraint = Constraint(shape, over, op.frames)
-                for key in dict.fromkeys(_key(f"{x.scope}/{x.eqn.primitive.name}") for x in (op, *_computing(op))):
+            over = constrained_axes(op) if op.name in CONSTRAINTS and by_user else None
+            if over is not None:
+                constraint = Constraint(op.results[0].shape, over, op.frames)
+                scopes = (f"{x.scope}/{x.eqn.primitive.name}" for x in (op, *_operations_computing(op)))
+                for key in dict.fromkeys(map(_key_of_scope, scopes)):
                     self._by_key.setdefault(key, []).append(constraint)
 
     def after(self, scope: str) -> Sequence[Constraint]:
         """Return the constraints on the result of a named operation, or at its scope in the program."""
-        return self._by_key.get(_key(scope), ())
+        return self._by_key.get(_key_of_scope(scope), ())
 
 
-def _key(scope: str) -> tuple[tuple[str, ...], str, str]:
-    """Return what a scope says in a trace and in a program alike: named operations, the phase, and the primitive."""
+def _key_of_scope(scope: str) -> tuple[tuple[str, ...], str, str]:
+    """Return the named operations, the phase and the primitive of a scope, which a trace and a program have alike."""
     return tuple(RECORD.findall(scope)), _scopes.phase(scope), scope.rpartition("/")[2]
 
 
-def _computing(op: TracedOperation) -> Iterator[TracedOperation]:
+def _operations_computing(op: TracedOperation) -> Iterator[TracedOperation]:
     """Yield the operations that compute an array: XLA shards the results of elementwise operations alike.
 
     It goes back through elementwise operations and other constraints.
@@ -87,5 +79,5 @@ def _computing(op: TracedOperation) -> Iterator[TracedOperation]:
     for x in itertools.islice(waiting, 32):
         if (maker := x.maker) is not None:
             yield maker
-            if maker.name in _CONSTRAINTS or (maker.rule is not None and maker.rule.values in ("each", "linear")):
+            if maker.name in CONSTRAINTS or (maker.rule is not None and maker.rule.values in ("each", "linear")):
                 waiting += [y for y in maker.operands if y.shape == shape]

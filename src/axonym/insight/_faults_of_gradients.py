@@ -10,14 +10,14 @@ import numpy as np
 
 from ..core.source_lines import Source
 from . import _scopes
-from ._traced_step import LEAST, SAME, WIDE, StepProgram, TracedArray, TracedOperation, bytes_of, kept_by, share_of
-from .records import AvoidableWork, some, without_numbers
+from ._traced_step import CONSTRAINTS, SAME, StepProgram, TracedArray, TracedOperation, bytes_of, kept_by, share_of
+from .records import MUCH, WIDE, AvoidableWork, some, without_numbers
 
 
 def frozen(step: StepProgram, arguments: Sequence[Any], results: Sequence[Any], total: int) -> Iterator[AvoidableWork]:
     """Find gradients that are zeroed, or of parameters that the step returns as they were."""
-    zero = _zeros(step)
-    fixed = {x.argument for x in (_unchanged(x, zero) for x in step.results) if x.argument is not None}
+    zero = _zero_values(step)
+    fixed = {x.argument for x in (_value_before_zeros(x, zero) for x in step.results) if x.argument is not None}
     paths = [path for i, path in enumerate(arguments) if i in fixed and path]
     # What is kept of their gradients, such as moments, is of no use; nor is the norm of all gradients.
     ends = tuple(f"/{path.partition('/')[2]}" for path in paths if "/" in path)
@@ -42,7 +42,7 @@ def frozen(step: StepProgram, arguments: Sequence[Any], results: Sequence[Any], 
         for op in step.operations
         if op.flops and needed.isdisjoint(op.results) and op.phase in ("backward", "recomputed")
     ]
-    if (share := share_of(unused, total)) >= LEAST:
+    if (share := share_of(unused, total)) >= MUCH:
         line = next(iter(unused[0].lines()), None)
         yield AvoidableWork(
             "frozen", None, line, share, of=some(list(dict.fromkeys(map(without_numbers, paths)))) or "they are zeroed"
@@ -62,10 +62,10 @@ def joined_parameters(step: StepProgram) -> Iterator[AvoidableWork]:
 
 
 _SEVERAL = 4
-"""The least number of arrays that are taken for those of a model."""
+"""The least number of joined arrays that are taken for the parameters of a model."""
 
 
-def _zeros(step: StepProgram) -> set[TracedArray]:
+def _zero_values(step: StepProgram) -> set[TracedArray]:
     """Return the values that are zero, whatever the arguments are."""
     found = set[TracedArray]()
 
@@ -81,7 +81,7 @@ def _zeros(step: StepProgram) -> set[TracedArray]:
     return found
 
 
-def _unchanged(x: TracedArray, zero: set[TracedArray]) -> TracedArray:
+def _value_before_zeros(x: TracedArray, zero: set[TracedArray]) -> TracedArray:
     """Return the value that another one is after zeros are added to it."""
     while x.maker is not None:
         op = x.maker
@@ -107,12 +107,12 @@ def gathered_gradients(
         counts.setdefault(x.shape, []).append(shards.get(path or "", 1))
     found: dict[Source | None, list[TracedArray]] = {}
     for op in step.operations:
-        if op.name in ("sharding_constraint", "reshard") and op.phase in ("", "optimizer") and _is_of_gradient(op):
+        if op.name in CONSTRAINTS and op.phase in ("", "optimizer") and _is_of_gradient(op):
             x, kept = op.operands[0], kept_by(op)
             if kept is not None and min(counts.get(x.shape, [1])) > math.prod(mesh[a] for a in kept):
                 found.setdefault(op.source, []).append(x)
     for line, xs in found.items():
-        if (share := (size := sum(map(bytes_of, xs))) / given) >= LEAST:
+        if (share := (size := sum(map(bytes_of, xs))) / given) >= MUCH:
             yield AvoidableWork("gathered", None, line, share, (size, len(xs)))
 
 
@@ -143,12 +143,12 @@ def computed_twice(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         if own and flops >= 1.5 * own:
             more += flops - own
             nested += again
-    if more >= LEAST * total:
+    if more >= MUCH * total:
         line = next(
-            (line for op in nested if len(around := _checkpoints(op)) > 1 for line in op.lines(around[0])), None
+            (line for op in nested if len(around := _checkpoints_around(op)) > 1 for line in op.lines(around[0])), None
         )
         yield AvoidableWork("checkpointed", None, line, more / total)
 
 
-def _checkpoints(op: TracedOperation) -> list[TracedOperation]:
+def _checkpoints_around(op: TracedOperation) -> list[TracedOperation]:
     return [x for x in op.around if "remat" in x.name or "checkpoint" in x.name]

@@ -8,9 +8,7 @@ from typing import Any
 
 from ..core.source_lines import Source
 from ._traced_step import (
-    LEAST,
     SAME,
-    WIDE,
     StepProgram,
     TracedArray,
     TracedLoop,
@@ -23,27 +21,27 @@ from ._traced_step import (
     reached,
     share_of,
 )
-from .records import AvoidableWork
+from .records import MUCH, WIDE, AvoidableWork
 
 
 def same_in_turns(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     """Find products in loops that do not depend on the turn, or only on some conditions that do."""
-    for loop, inside in _loops(step).items():
+    for loop, inside in _operations_by_loop(step).items():
         if (times := loop.times) is None or times < 2:
             continue
-        conditions = _conditions(loop, inside)
+        conditions = _conditions_of_values(loop, inside)
         found: list[tuple[TracedOperation, int]] = []
         for op in inside:
             own = conditions[op.results[0]] if op.flops else None
             if own is not None and 2 ** len(own) < times:
                 found.append((op, 2 ** len(own)))
         share = sum(op.flops * (1 - values / times) for op, values in found) / total
-        if share >= 2 * LEAST:  # what a loop looks at in each turn, such as keys of a text, is often small
+        if share >= 2 * MUCH:  # keys of a text, and other arrays that each turn looks at, are often small
             line = _line_in_body(loop, [op for op, _ in found])
             yield AvoidableWork("turns", None, line, share, (max(n for _, n in found), times))
 
 
-def _conditions(
+def _conditions_of_values(
     loop: TracedLoop, inside: Sequence[TracedOperation]
 ) -> dict[TracedArray, frozenset[TracedArray] | None]:
     """Return the conditions, such as comparisons with the number of the turn, by which alone values of a loop differ.
@@ -68,13 +66,13 @@ def _conditions(
 
 def without_cache(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     """Find loops of which each turn changes one position of what they carry, but computes all positions again."""
-    for loop, inside in _loops(step).items():
+    for loop, inside in _operations_by_loop(step).items():
         own = {*inside}
         for carry in loop.carried:
             for at in _changed_axes(carry):
                 size, users = carry.results[0].shape[at], (p for x in along(carry.results[0], at) for p in x.users)
                 products = [*dict.fromkeys(p for p in users if p.flops and p in own and has_parameter(p))]
-                if (share := share_of(products, total) * (1 - 1 / size)) >= LEAST:
+                if (share := share_of(products, total) * (1 - 1 / size)) >= MUCH:
                     name = axis_name(products, size)
                     yield AvoidableWork("cache", None, _line_in_body(loop, products), share, (1, size), name)
                     return
@@ -106,7 +104,7 @@ def _changed_axes(carry: TracedOperation) -> set[int]:
 
 def apart_from_state(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     """Find products in loops of a slice with a parameter, beside others of what the loop carries."""
-    for loop, inside in _loops(step).items():
+    for loop, inside in _operations_by_loop(step).items():
         own = [op for op in inside if op.loops[-1] is loop]
         state = {x for c in loop.carried for x in reached(c.results, lambda user, _: user.results)}
         slices = {x for s in loop.sliced for x in reached(s.results, lambda user, _: user.results)}
@@ -117,7 +115,7 @@ def apart_from_state(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         # A loop over microbatches or layers is meant: it carries sums, or what the layers have in common.
         recurs = any(state & {*op.operands} and _has_constant(op, loop) for op in products)
         trained = 3 if any(p.phase == "forward" for p in given) else 1
-        if recurs and (loop.times or 0) >= _MANY and (share := trained * share_of(given, total)) >= LEAST:
+        if recurs and (loop.times or 0) >= _MANY and (share := trained * share_of(given, total)) >= MUCH:
             yield AvoidableWork("apart", None, _line_in_body(loop, given), share, (1, loop.times or 0))
 
 
@@ -144,7 +142,7 @@ def stacked(step: StepProgram) -> Iterator[AvoidableWork]:
         if op.name != "stack" or x is None or x in step.results or len(x.shape) < 2:
             continue
         sums = [*_sums_of(x, op.phase)]
-        # Sums over turns, apart from what a forward pass keeps anyway, or numbers of each turn.
+        # Only sums over turns are used, or one number of each turn. A forward pass keeps arrays for gradients anyway.
         over_turns = op.phase != "forward" and all(s is not None and 0 in s for s in sums)
         if sums and (over_turns or all(s is not None and {*s} == {*range(1, len(x.shape))} for s in sums)):
             found.setdefault(op.eqn, []).append(x)
@@ -158,7 +156,7 @@ def stacked(step: StepProgram) -> Iterator[AvoidableWork]:
 
 
 def _sums_of(x: TracedArray, phase: str) -> Iterator[Sequence[int] | None]:
-    """Yield the axes of sums over what is made element for element of a value; None for another use."""
+    """Yield the axes of the sums over a value, or over elementwise results of it; None for another use."""
     for user in x.users:
         if user.phase == "backward" != phase:
             continue
@@ -170,7 +168,7 @@ def _sums_of(x: TracedArray, phase: str) -> Iterator[Sequence[int] | None]:
             yield None
 
 
-def _loops(step: StepProgram) -> dict[TracedLoop, list[TracedOperation]]:
+def _operations_by_loop(step: StepProgram) -> dict[TracedLoop, list[TracedOperation]]:
     """Return the operations of each loop."""
     found: dict[TracedLoop, list[TracedOperation]] = {}
     for op in step.operations:

@@ -9,9 +9,7 @@ import numpy as np
 
 from ..core.source_lines import Source
 from ._traced_step import (
-    LEAST,
     SAME,
-    WIDE,
     Replicating,
     StepProgram,
     TracedArray,
@@ -27,7 +25,7 @@ from ._traced_step import (
     replicating,
     share_of,
 )
-from .records import AvoidableWork
+from .records import MUCH, WIDE, AvoidableWork
 
 
 def padded(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
@@ -35,7 +33,7 @@ def padded(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     found: dict[tuple[int, int], dict[TracedOperation, None]] = {}
     first: dict[tuple[int, int], TracedOperation] = {}
     for op in step.operations:
-        for at, before, after in _paddings(op):
+        for at, before, after in _padded_axes(op):
             if after < 1.25 * before:
                 continue
             if op.phase != "backward":
@@ -47,12 +45,12 @@ def padded(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         if not any(map(has_parameter, found[before, after])):  # such as attention to a cache that is not full yet
             continue
         share = share_of(found[before, after], total) * (1 - before / after)
-        if share >= LEAST:
+        if share >= MUCH:
             name = axis_name(found[before, after], after)
             yield AvoidableWork("padding", None, op.source, share, (before, after), name)
 
 
-def _paddings(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
+def _padded_axes(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
     """Yield each axis that an operation pads, with its size before and after."""
     if op.name == "pad":
         for i, (low, high, inside) in enumerate(op.eqn.params["padding_config"]):
@@ -72,10 +70,10 @@ def _paddings(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
 def unused_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     """Find products of many rows of which the step then picks a few."""
     for op in step.operations:
-        for at, size, picked in _picked(op) if op.phase in ("forward", "") else ():
+        for at, size, picked in _picked_axes(op) if op.phase in ("forward", "") else ():
             if picked > size / 2:
                 continue
-            # Everything that computes row by row what is picked from, and that nothing else uses.
+            # All operations that compute the array row by row, and whose results nothing else uses.
             waiting, own, products = [(op.operands[0], at)], {op}, list[TracedOperation]()
             while waiting:
                 x, at = waiting.pop()
@@ -94,7 +92,7 @@ def unused_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
             # The backward pass has two products for each.
             own_share = share_of(products, total) * (1 - picked / size)
             trained = 3 if any(p.phase == "forward" for p in products) else 1
-            if (share := own_share * trained) >= LEAST:
+            if (share := own_share * trained) >= MUCH:
                 name = axis_name(products, size)
                 line = products[-1].source
                 yield AvoidableWork("unused", str(op.source), line, share, (picked, size), name)
@@ -103,7 +101,7 @@ def unused_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
 _JOINS = {"carry", "branch", "slice", "stack", "add"}
 
 
-def _picked(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
+def _picked_axes(op: TracedOperation) -> Iterator[tuple[int, int, int]]:
     """Yield the axes of which an operation picks positions, with their sizes and how many it picks."""
     if op.name not in ("slice", "dynamic_slice", "gather") or op.rule is None:
         return
@@ -139,7 +137,7 @@ def equal_rows(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
                     found.setdefault(by, []).append(op)
     for by, products in found.items():
         trained = 3 if any(p.phase == "forward" for p in products) else 1
-        if (share := trained * share_of(products, total)) >= LEAST:
+        if (share := trained * share_of(products, total)) >= MUCH:
             size = max(
                 by.results[0].shape[i] for i in range(len(by.results[0].shape)) if equal.get((by.results[0], i)) is by
             )
@@ -175,7 +173,7 @@ def all_experts(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         rows = math.prod(shape) // size
         products = [p for p in step.operations if p.flops and p.loops == op.loops and _of_each(p, size, rows)]
         trained = 3 if op.phase == "forward" else 1
-        if taken <= size / 2 and (share := trained * share_of(products, total) * (1 - taken / size)) >= LEAST:
+        if taken <= size / 2 and (share := trained * share_of(products, total) * (1 - taken / size)) >= MUCH:
             yield AvoidableWork("experts", None, products[0].source, share, (taken, size), axis_name(products, size))
 
 
@@ -221,7 +219,7 @@ def replicated(step: StepProgram, mesh: Mapping[str, int], total: int) -> Iterat
         flops = (3 if any(p.phase == "forward" for p in products) else 1) * sum(p.flops for p in products)
         share = (copies - 1) * flops / (total + (copies - 1) * flops)
         held = max((bytes_of(p.results[0]) for p in products), default=0)
-        if share >= LEAST or held / (held + given) >= WIDE:
+        if share >= MUCH or held / (held + given) >= WIDE:
             yield AvoidableWork(
                 "replicated", None, line, max(share, held / (held + given)), (held, copies), " and ".join(names)
             )
@@ -273,10 +271,14 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
     """Find sums over an axis of products, or squared differences, that are larger than what they are made of."""
     held = sum(bytes_of(x) for x in step.arguments)
     for op in step.operations:
-        maker = _before(op.operands[0]) if op.name == "reduce_sum" else None
+        maker = _operation_before(op.operands[0]) if op.name == "reduce_sum" else None
         if maker is None or _most_users(op.operands[0], maker) > (1 if maker.flops else 2):
             continue
-        if maker.name in ("square", "integer_pow") and (before := _before(maker.operands[0])) and before.name == "sub":
+        if (
+            maker.name in ("square", "integer_pow")
+            and (before := _operation_before(maker.operands[0]))
+            and before.name == "sub"
+        ):
             maker = before
         elif maker.name not in ("mul", "dot_general"):
             continue
@@ -286,7 +288,7 @@ def summed_products(step: StepProgram, total: int) -> Iterator[AvoidableWork]:
         share = count / (count + total)
         if maker.flops:  # such as gradients of each example, which only take memory
             share = bytes_of(maker.results[0]) / (bytes_of(maker.results[0]) + held)
-        if given * 4 <= size and share >= (WIDE if maker.flops else LEAST):
+        if given * 4 <= size and share >= (WIDE if maker.flops else MUCH):
             yield AvoidableWork("sum of products", None, op.source, share, (given, size))
 
 
@@ -299,7 +301,7 @@ def _most_users(x: TracedArray, maker: TracedOperation) -> int:
     return most
 
 
-def _before(x: TracedArray) -> TracedOperation | None:
+def _operation_before(x: TracedArray) -> TracedOperation | None:
     """Return the operation that makes a value, apart from conversions."""
     while x.maker is not None and x.maker.name in ("convert_element_type", "sharding_constraint", "copy", "transpose"):
         x = x.maker.operands[0]
@@ -328,4 +330,4 @@ def repeated_operands(step: StepProgram) -> Iterator[AvoidableWork]:
 
 
 _FEW = 4
-"""How many times the numbers of its result a product reads to be bound by that."""
+"""The factor by which operands are larger than the result where reading them takes a product longest."""

@@ -174,7 +174,7 @@ def needed_memory(report: Figures) -> int | None:
     memory = report.memory
     if memory is None:
         return None
-    # Programs for CPUs hold in 32 bits much of what a step computes in 16 bits.
+    # Programs for CPUs hold many arrays in 32 bits that the step computes in 16 bits.
     less = memory.temporaries // 2 if report.platform == "cpu" and report.narrow else 0
     if report.undonated is not None:
         return memory.total - less

@@ -13,7 +13,7 @@ from ..core.jax_versions import axes_made_manual
 from ..core.source_lines import Frame, Source
 from . import _scopes
 from ._named_events import short_dtype
-from ._traced_step import SAME, StepProgram, TracedArray, TracedOperation, origin
+from ._traced_step import CONSTRAINTS, SAME, StepProgram, TracedArray, TracedOperation, origin
 
 
 class OneHot(NamedTuple):
@@ -122,7 +122,7 @@ def converted_arguments(step: StepProgram) -> dict[int, str]:
     """Return, by number, the arguments that a placement constrains before they are converted to a smaller dtype."""
     found: dict[int, str] = {}
     for op in step.operations:
-        if op.name in _PLACED[:2]:
+        if op.name in CONSTRAINTS:
             x, y = op.operands[0], op.results[0]
             dtypes = {user.results[0].dtype for user in y.users if user.name == "convert_element_type"}
             number = origin(x).argument
@@ -136,11 +136,11 @@ def converted_arguments(step: StepProgram) -> dict[int, str]:
 def cast_gradients(step: StepProgram) -> Iterator[tuple[str, str, Source | None]]:
     """Yield the dtypes and the lines of conversions of gradients to a larger one before a placement or a sum."""
     for op in step.operations:
-        if op.name in _PLACED and (convert := op.operands[0].maker) and convert.name == "convert_element_type":
+        if op.name in _PLACING and (convert := op.operands[0].maker) and convert.name == "convert_element_type":
             before = convert.operands[0].maker
             phases = [convert.phase, before.phase if before else ""]
             if (dtypes := _widened(op.operands[0])) and phases == ["", "backward"]:
                 yield *dtypes, convert.source
 
 
-_PLACED = "sharding_constraint", "reshard", "psum", "psum_invariant", "reduce_scatter"
+_PLACING = *CONSTRAINTS, "psum", "psum_invariant", "reduce_scatter"

@@ -11,7 +11,7 @@ from ._text import phase_of
 from .records import HeldArray
 
 _SHOWN = 8
-"""How many arrays that are held are written one by one."""
+"""The largest number of held arrays that are written one by one."""
 
 
 class Column(NamedTuple):

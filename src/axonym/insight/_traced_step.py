@@ -15,13 +15,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.jax_versions import axes_made_manual, without_unused
 from ..core.operation_rules import OperationRule, inside, rule_of
 from ..core.source_lines import Frame, Source, frames_of, of_user, source
 from ..distribution.axis_marks import MARK
-from ..distribution.mesh_axes import mesh_axes
+from ..distribution.mesh_axes import mesh_axes, padded
 from . import _flops, _scopes
 
 
@@ -246,6 +246,10 @@ SAME = {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "sli
 """Primitives whose result is their first operand in another form, or part of it; the `slice` of a loop, too."""
 
 
+CONSTRAINTS = "sharding_constraint", "reshard"
+"""The primitives of placements by a user, or by an operation on Explicit mesh axes."""
+
+
 def reached(
     start: Iterable[TracedArray], follows: Callable[[TracedOperation, TracedArray], Iterable[TracedArray]]
 ) -> Iterator[TracedArray]:
@@ -284,9 +288,9 @@ class Replicating(NamedTuple):
 def replicating(step: StepProgram) -> Iterator[Replicating]:
     """Yield the placements that replicate axes which a mapping shards."""
     for op in step.operations:
-        if op.name not in ("sharding_constraint", "reshard") or (kept := kept_by(op)) is None:
+        if op.name not in CONSTRAINTS or (kept := kept_by(op)) is None:
             continue
-        before, own = [*_before(op)], _scopes.operation(op.scope)
+        before, own = [*_operations_before(op)], _scopes.operation(op.scope)
         if own is not None and own.name != "shard":  # an operation places its operands itself
             continue
         named = own or next((n for x in before if (n := _scopes.operation(x.scope))), None)
@@ -302,7 +306,7 @@ def replicating(step: StepProgram) -> Iterator[Replicating]:
             yield Replicating(op, lost, places, frozenset(x.source for x in (*before, *users)))
 
 
-def _before(op: TracedOperation) -> Iterator[TracedOperation]:
+def _operations_before(op: TracedOperation) -> Iterator[TracedOperation]:
     """Yield what makes the operand of a placement, up to the first named operation."""
     shape = op.operands[0].shape
     for _ in range(16):
@@ -319,22 +323,22 @@ def _same_shape(user: TracedOperation, x: TracedArray) -> Iterable[TracedArray]:
     return [y for y in user.results if y.shape == x.shape] if named is None or named.name == "shard" else []
 
 
+def constrained_axes(placement: TracedOperation) -> tuple[tuple[str, ...] | None, ...] | None:
+    """Return the mesh axes that a placement shards each axis over; None where it leaves that to the compiler."""
+    sharding = placement.eqn.params.get("sharding", placement.eqn.params.get("dst_sharding"))
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = padded(sharding.spec, len(placement.results[0].shape))
+    return tuple(None if e is PartitionSpec.UNCONSTRAINED else mesh_axes(e) for e in entries)
+
+
 def kept_by(placement: TracedOperation) -> set[str] | None:
     """Return the mesh axes over which a placement shards an array; None if it leaves some to the compiler."""
-    sharding = placement.eqn.params.get("sharding", placement.eqn.params.get("dst_sharding"))
-    spec = getattr(sharding, "spec", None)
-    if spec is None or any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        return None
-    return {a for entry in spec for a in mesh_axes(entry)}
+    over = constrained_axes(placement)
+    return None if over is None or None in over else {a for axes in over for a in axes or ()}
 
 
 # --- what rules about a step ask ---
-
-
-LEAST = 0.05
-"""The share of the compute from which work is worth a remark."""
-WIDE = 0.2
-"""The share of the memory, or of the forward pass, from which larger arrays or dtypes are worth a remark."""
 
 
 def share_of(operations: Iterable[TracedOperation], total: int) -> float:

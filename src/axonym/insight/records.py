@@ -15,6 +15,10 @@ from ._text import Said, described_axes
 
 SMALL = 0.01
 """The share of a total below which rows are folded, and work that is repeated is not said."""
+MUCH = 0.05
+"""The share of the compute, of arguments or of the bytes sent from which a cause of them is worth a remark."""
+WIDE = 0.2
+"""The share of the memory or of the forward pass from which larger arrays or dtypes are worth a remark."""
 
 
 @dataclasses.dataclass(frozen=True)

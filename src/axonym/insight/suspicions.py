@@ -11,16 +11,7 @@ from ..core.source_lines import Source
 from ._arguments import PlacedArgument
 from ._figures import Figures
 from ._text import Said, described_axes, short_operation
-from .records import SMALL, Collective, RepeatedWork, known_sent, path_of, some, without_numbers
-
-MUCH = 0.05
-"""The share from which repeated work, copies, and transfers without a reason are worth a remark."""
-
-
-WIDE = 0.2
-"""The share of the flops from which products in a larger dtype than their operands are worth a remark; and of the
-memory, from which arguments that are not donated are."""
-
+from .records import MUCH, SMALL, Collective, RepeatedWork, known_sent, path_of, some, without_numbers
 
 LEAST = 0.02
 """The share of the bound on time, or of the memory of a chip, below which something costs too little for a remark."""

@@ -30,8 +30,8 @@ from ._checks_of_transfers import (
 from ._checks_of_work import check_work
 from ._figures import Figures, needed_memory
 from ._text import described_axes, described_seconds, phase_of
-from .records import SMALL, carried, from_lines, grouped, known_sent, why
-from .suspicions import WIDE, Found, Suspicion, percentage, repeated_share, share_sent
+from .records import SMALL, WIDE, carried, from_lines, grouped, known_sent, why
+from .suspicions import Found, Suspicion, percentage, repeated_share, share_sent
 
 _COSTLIEST = 3
 """The number of transfers in a verdict."""

@@ -309,15 +309,15 @@ class _Distributed:
     def _product(self, step: AxisStep, operands: Sequence[Axed | None]) -> Iterator[JaxprEqn]:
         """Yield a product with its result constrained, and operands that have the role of a key."""
         eqn, (result,) = step.eqn, step.eqn.outvars
-        names = [
+        names: list[Any] = [
             (None,) * len(step.shape_of(i)) if x is None else self._program.names_of(x) for i, x in enumerate(operands)
         ]
-        out_names = self._program.names_of(step.results[0])
+        out_names: Any = self._program.names_of(step.results[0])
         if not any(n is None for layout in (*names, out_names) for n in layout):
             arrays: list[Any] = [v.aval for v in eqn.invars]
             what: Any = PRODUCTS[step.name]
-            rule = AxisRule(names, out_names, product=what == "dot")  # pyright: ignore
-            scope = operation_scope(what, names, (out_names,), arrays, has_own_gradients=True, rule=rule)  # pyright: ignore
+            rule = AxisRule(names, out_names, product=what == "dot")
+            scope = operation_scope(what, names, (out_names,), arrays, has_own_gradients=True, rule=rule)
             source: Any = eqn.source_info
             eqn = eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
         if self._mesh is None:

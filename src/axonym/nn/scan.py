@@ -394,7 +394,7 @@ class Stacked(BlockFoldable[M], LayerStack):
     padding: int = eqx.field(static=True, default=0)
 
     _at_once: ClassVar[bool] = False
-    """Whether the state-dict methods of one layer are called once, with the arrays of all layers."""
+    """True if the state-dict methods of one layer are called once, with the arrays of all layers."""
 
     if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
 

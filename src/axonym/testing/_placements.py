@@ -31,7 +31,7 @@ class AsPlaced:
     mesh: Mesh | None
     alone: bool = False
     traced_under: AnyPlacement | None = None
-    """Where the function is traced, if not here; the program then runs here without the shardings of that mesh."""
+    """The placement under which the function is traced, if it is another one. Its program runs here unsharded."""
 
     def __str__(self) -> str:
         return "the shardings of its arguments"
